@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from raydix.actors.client.prefix_cache_client import PrefixCacheClient
     from raydix.actors.client.rank_leases import acquire_ranks
     from raydix.actors.client.watched_actor import WatchedActor
-    from raydix.actors.deploy import (
+    from raydix.actors.cluster.deploy import (
         connect,
         shutdown_cache,
         start_cache,
@@ -66,7 +66,7 @@ __getattr__ = lazy_names(
         "client.local_prefix_cache": "LocalPrefixCache",
         "client.prefix_cache_client": "PrefixCacheClient",
         "client.rank_leases": "acquire_ranks",
-        "deploy": "connect shutdown_cache start_cache start_cache_async",
+        "cluster.deploy": "connect shutdown_cache start_cache start_cache_async",
         "fleet.fleet": "Fleet connect_fleet",
         "fleet.route": "Route",
         "service.cache_actor": "PrefixCacheActor",

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.cluster.deploy import shutdown_cache, start_cache_async
 from raydix.actors.demo_workload import (
     MAX_POSITIONS,
     PAGE_SIZE,
@@ -35,7 +36,6 @@ from raydix.actors.demo_workload import (
     draw_conversations,
     wanted_slots,
 )
-from raydix.actors.deploy import shutdown_cache, start_cache_async
 from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig, CacheStats
 from raydix.schemas.shown import percent

@@ -30,9 +30,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydix.actors import PrefixCacheClient, connect_fleet, start_cache_async
 from raydix.actors.cli.output import AsJson, console, show, table_of
+from raydix.actors.cluster.placement import beside
 from raydix.actors.demo import MODEL, progress_on, serve
 from raydix.actors.demo_workload import PAGE_SIZE, Workload, draw_conversations
-from raydix.actors.placement import beside
 from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig
 from raydix.schemas.shown import percent, rate

@@ -36,7 +36,7 @@ import ray
 import typer
 
 from raydix.actors.cli.stats import stats as show_stats
-from raydix.actors.deploy import find_caches
+from raydix.actors.cluster.deploy import find_caches
 from raydix.actors.engines.settings import EngineSettings
 from raydix.schemas import CacheUnavailable, InvalidRequest
 from raydix.schemas.shown import brief

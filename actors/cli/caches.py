@@ -27,7 +27,7 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
     """
     import ray
 
-    from raydix.actors.deploy import find_caches
+    from raydix.actors.cluster.deploy import find_caches
     from raydix.actors.service.findings import restarts_finding
     from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group, restarts_of
 

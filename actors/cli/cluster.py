@@ -210,6 +210,6 @@ def _named_actors() -> list[dict[str, str]]:
 
 def _caches(namespace: str) -> dict[str, ActorHandle[Any]]:
     """Return the caches among the named actors of a namespace, by name."""
-    from raydix.actors.deploy import find_caches
+    from raydix.actors.cluster.deploy import find_caches
 
     return find_caches(namespace=namespace)

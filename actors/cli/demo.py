@@ -13,9 +13,9 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from raydix.actors.capacity import read_capacity
 from raydix.actors.cli.failures import FAILED, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show
+from raydix.actors.cluster.capacity import read_capacity
 from raydix.actors.demo_workload import PAGE_SIZE, Workload
 from raydix.schemas.shown import counted, rate
 

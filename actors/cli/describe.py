@@ -17,7 +17,7 @@ def describe(
 
     Settings with their default are left out; `--json` prints all.
     """
-    from raydix.actors.settings import Settings, as_yaml
+    from raydix.actors.cluster.settings import Settings, as_yaml
 
     join(address, namespace)
     cache = cache_handle(name, namespace)

@@ -43,7 +43,7 @@ def export_events(
 
     The cache needs `events: full`. Needs the packages of the extra `zmq`.
     """
-    from raydix.actors.deploy import NAMESPACE
+    from raydix.actors.cluster.deploy import NAMESPACE
 
     try:
         from raydix.actors.exporters.vllm_events import VllmEventExporter

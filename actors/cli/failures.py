@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from raydix.actors.settings_file import SettingsError
+from raydix.actors.cluster.settings_file import SettingsError
 from raydix.schemas.shown import fault_text
 
 if TYPE_CHECKING:

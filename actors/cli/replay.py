@@ -12,10 +12,10 @@ from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from raydix.actors.capacity import read_capacity
 from raydix.actors.cli.cluster import Address, join
 from raydix.actors.cli.failures import USAGE, CommandError, wrong_option
 from raydix.actors.cli.output import AsJson, console, show, table_of
+from raydix.actors.cluster.capacity import read_capacity
 from raydix.actors.report.too_large import too_large
 from raydix.schemas.shown import counted, percent, points, short_count
 

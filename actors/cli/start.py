@@ -112,11 +112,11 @@ def start(
             raise CommandError("--count does not go with --for: each rank has one cache", "--tensor-parallel N", USAGE)
         start_for_engine(wishes, file, options or (), name, worker_cpus, timeout_s, address, namespace, as_json)
         return
-    from raydix.actors.settings import load_settings
+    from raydix.actors.cluster.settings import load_settings
 
     settings = load_settings(file, options=options or (), name=name)
     join(address, namespace)
-    from raydix.actors.placement import num_gpus
+    from raydix.actors.cluster.placement import num_gpus
     from raydix.actors.transport.pool_memory import may_lie_on_gpu
 
     on_gpu = may_lie_on_gpu(settings.config) and num_gpus() > 0

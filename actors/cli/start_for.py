@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Group
 from rich.text import Text
 
-from raydix.actors.capacity import Capacity, read_capacity
 from raydix.actors.cli.cluster import cache_names, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import show
 from raydix.actors.cli.start_one import start_one, table_of_started
-from raydix.actors.rank_names import rank_name
+from raydix.actors.cluster.capacity import Capacity, read_capacity
+from raydix.actors.cluster.rank_names import rank_name
 from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.shown import brief, counted
 
 if TYPE_CHECKING:
+    from raydix.actors.cluster.settings import Settings
     from raydix.actors.engines.engine_kv import EngineKV
     from raydix.actors.engines.vllm.cache import EngineOptions
-    from raydix.actors.settings import Settings
 
 _ENGINES = ("vllm",)
 _NAME = "kv-0"
@@ -110,7 +110,7 @@ def start_for_engine(
     there = cache_names(namespace)
     _check_names(settings, names, there, namespace, timeout_s)
 
-    from raydix.actors.placement import num_gpus
+    from raydix.actors.cluster.placement import num_gpus
     from raydix.actors.transport.pool_memory import may_lie_on_gpu
 
     on_gpu = may_lie_on_gpu(settings.config) and num_gpus() > 0
@@ -146,7 +146,7 @@ def _settings_for(
         ConfigMismatch: the user's do not fit the engine.
         SettingsError: a setting is wrong.
     """
-    from raydix.actors.settings import load_settings
+    from raydix.actors.cluster.settings import load_settings
 
     num_tokens = capacity.num_tokens(kv.block_size, _token_bytes(kv, check))
     pool = kv.pool_config(num_tokens, check=check).model_dump(mode="json", exclude_defaults=True)
@@ -176,7 +176,7 @@ def _check_names(settings: Settings, names: list[str], there: list[str], namespa
         CommandError: a name is too long, or other caches have the names of this one's ranks.
         ConfigMismatch: one of them runs with another configuration.
     """
-    from raydix.actors.deploy import connect
+    from raydix.actors.cluster.deploy import connect
 
     for each in names:
         try:

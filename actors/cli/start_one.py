@@ -27,8 +27,8 @@ def start_one(
         CommandError: it did not start in `timeout_s`.
         ConfigMismatch: a cache of that name runs with another configuration.
     """
-    from raydix.actors.deploy import start_cache
-    from raydix.actors.placement import start_on_own_gpu
+    from raydix.actors.cluster.deploy import start_cache
+    from raydix.actors.cluster.placement import start_on_own_gpu
     from raydix.schemas import CacheUnavailable
 
     try:

@@ -31,7 +31,7 @@ def stop(
     if bool(names) == every:
         raise CommandError("name the caches to stop, or give --all", "raydix list", USAGE)
     join(address, namespace)
-    from raydix.actors.deploy import SHUTDOWN_S
+    from raydix.actors.cluster.deploy import SHUTDOWN_S
 
     chosen = cache_names(namespace) if every else list(dict.fromkeys(names or ()))
     handles = [(name, cache_handle(name, namespace, to_end=True)) for name in chosen]  # fail before any cache ends
@@ -46,7 +46,7 @@ def _stop(name: str, cache: Any, end: Any, deadline: float, namespace: str) -> d
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
-    from raydix.actors.placement import remove_placement
+    from raydix.actors.cluster.placement import remove_placement
 
     answered, cut_short = True, None
     try:

@@ -10,7 +10,7 @@ import typer
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, cache_names, join
 from raydix.actors.cli.failures import UNREACHABLE, CommandError
 from raydix.actors.cli.output import AsJson, show
-from raydix.actors.rank_names import group_ranks, missing_ranks, rank_name
+from raydix.actors.cluster.rank_names import group_ranks, missing_ranks, rank_name
 from raydix.schemas.shown import brief, shown
 
 if TYPE_CHECKING:

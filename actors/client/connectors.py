@@ -67,7 +67,7 @@ class RayConnector:
             CacheUnavailable: no cache of that name runs.
             InvalidRequest: the cache is neither the handle of a cache actor nor a name.
         """
-        from raydix.actors.deploy import check_handle, connect
+        from raydix.actors.cluster.deploy import check_handle, connect
         from raydix.actors.transport.ray_transport import RayTransport
 
         owner = self._owner or watched_self()
@@ -86,7 +86,7 @@ class RayConnector:
             CacheUnavailable: no cache of that name is there, or no Ray cluster runs.
             InvalidRequest: the name is wrong.
         """
-        from raydix.actors.deploy import connect
+        from raydix.actors.cluster.deploy import connect
         from raydix.actors.service.past_lives import restarts_of
 
         actor = connect(self._cache) if isinstance(self._cache, str) else self._cache

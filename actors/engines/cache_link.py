@@ -290,7 +290,7 @@ def make_ray_client(name: str, namespace: str, address: str, owner: str) -> Pref
     """
     import ray
 
-    from raydix.actors.deploy import NAMESPACE, connect
+    from raydix.actors.cluster.deploy import NAMESPACE, connect
 
     if not ray.is_initialized():
         try:

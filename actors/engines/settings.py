@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from raydix.actors.rank_names import rank_name
+from raydix.actors.cluster.rank_names import rank_name
 from raydix.schemas import InvalidRequest
 from raydix.schemas.shown import brief
 

@@ -62,7 +62,7 @@ class NamedCaches:
         Raises:
             CacheUnavailable: this process is in no Ray cluster, and none runs.
         """
-        from raydix.actors.deploy import find_caches
+        from raydix.actors.cluster.deploy import find_caches
 
         try:
             caches = await asyncio.to_thread(find_caches, self._pattern, self._namespace)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from raydix.actors.cluster.rank_names import group_ranks, missing_ranks, rank_name
 from raydix.actors.fleet.cache_feed import CacheFeed
 from raydix.actors.fleet.membership import CachePlace
-from raydix.actors.rank_names import group_ranks, missing_ranks, rank_name
 
 
 class FleetMember:

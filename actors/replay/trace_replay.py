@@ -135,7 +135,7 @@ async def _acquire(client: PrefixCacheClient, tokens: NDArray[np.uint32]) -> Lea
 async def _running_cache(config: CacheConfig, on_ray: bool) -> AsyncIterator[PrefixCacheClient]:
     """Yield a client of a new cache, and end both afterwards."""
     if on_ray:
-        from raydix.actors.deploy import shutdown_cache, start_cache_async
+        from raydix.actors.cluster.deploy import shutdown_cache, start_cache_async
 
         actor = await start_cache_async(config)
         try:

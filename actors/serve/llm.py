@@ -23,10 +23,10 @@ from typing import Any, cast
 
 import ray
 
-from raydix.actors.deploy import NAMESPACE
+from raydix.actors.cluster.deploy import NAMESPACE
+from raydix.actors.cluster.placement import beside, nearest_cache
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.vllm.cache import transfer_config
-from raydix.actors.placement import beside, nearest_cache
 from raydix.actors.serve.router import request_router_config
 from raydix.schemas import InvalidRequest
 

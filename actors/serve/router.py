@@ -28,7 +28,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from raydix.actors.deploy import NAMESPACE
+from raydix.actors.cluster.deploy import NAMESPACE
 from raydix.actors.serve.prompt_reader import PromptReader
 from raydix.actors.serve.replica_pairs import ReplicaPlace
 from raydix.actors.serve.replica_ranks import FleetOptions, ReplicaRanks, running_routers

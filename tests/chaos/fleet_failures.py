@@ -38,7 +38,8 @@ from support.fleet.faulty_feed import FaultyFeed
 from support.fleet.running_fleet import STRIDE, check_index, prompt, slim
 from support.fleet.slot_stamps import SlotStamps
 
-from raydix.actors import Fleet, PrefixCacheClient, connect_fleet, deploy, shutdown_cache, start_cache_async
+from raydix.actors import Fleet, PrefixCacheClient, connect_fleet, shutdown_cache, start_cache_async
+from raydix.actors.cluster import deploy
 from raydix.schemas import CacheConfig, CacheStats, CacheUnavailable, LeaseConfig, StaleEpoch
 
 NUM_NODES, NUM_GPUS = 3, 4  # GPUs of each node, with a cache each

@@ -54,7 +54,9 @@ async def test_a_replay_that_is_broken_off_leaves_no_cache_behind(
     trace: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[object] = []
-    monkeypatch.setattr("raydix.actors.deploy.shutdown_cache", lambda cache: ended.append(cache) or ray.kill(cache))
+    monkeypatch.setattr(
+        "raydix.actors.cluster.deploy.shutdown_cache", lambda cache: ended.append(cache) or ray.kill(cache)
+    )
 
     def broken_off(done: int) -> None:
         if done:

@@ -32,7 +32,7 @@ from raydix.actors import (
     start_cache,
     start_cache_async,
 )
-from raydix.actors.placement import beside
+from raydix.actors.cluster.placement import beside
 from raydix.actors.service.cache_actor import PrefixCacheActor
 from raydix.cache_core.kernels import CORE
 from raydix.schemas import (
@@ -424,7 +424,7 @@ def test_shutting_down_a_cache_that_does_not_answer_kills_it(
     name, cache = never_placed
     monkeypatch.setattr(deploy, "SHUTDOWN_S", 0.2)
 
-    with caplog.at_level(logging.WARNING, "raydix.actors.deploy"):
+    with caplog.at_level(logging.WARNING, "raydix.actors.cluster.deploy"):
         shutdown_cache(cache)
 
     assert "the cache was killed: it did not answer" in caplog.text
@@ -530,10 +530,10 @@ async def test_leases_still_open_after_the_drain_are_cut_short_and_the_log_says_
     client = PrefixCacheClient(cache)
     leases = [await client.acquire([token]) for token in (1, 2)]
 
-    with caplog.at_level(logging.WARNING, "raydix.actors.deploy"):
+    with caplog.at_level(logging.WARNING, "raydix.actors.cluster.deploy"):
         await asyncio.to_thread(shutdown_cache, cache, drain_s=0.1)
 
-    assert [record.getMessage() for record in caplog.records if record.name == "raydix.actors.deploy"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "raydix.actors.cluster.deploy"] == [
         "the shutdown of the cache cut short 2 leases"
     ]
     for lease in leases:

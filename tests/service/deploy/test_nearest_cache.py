@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from raydix.actors import shutdown_cache, start_cache
-from raydix.actors.placement import nearest_cache
+from raydix.actors.cluster.placement import nearest_cache
 from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolConfig
 
 pytestmark = pytest.mark.ray

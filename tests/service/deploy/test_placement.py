@@ -14,7 +14,7 @@ from support.processes.command_line import run, run_json
 from support.waiting import wait_until
 
 from raydix.actors import connect, shutdown_cache, start_cache
-from raydix.actors.placement import beside, group_name
+from raydix.actors.cluster.placement import beside, group_name
 from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 

@@ -31,7 +31,7 @@ from raydix.actors import (
 from raydix.actors.client.attached_pool import _NUMBERS
 from raydix.actors.client.prefix_cache_client import SyncClient
 from raydix.actors.client.sync_lease import SyncLease, SyncPool
-from raydix.actors.placement import beside
+from raydix.actors.cluster.placement import beside
 from raydix.cache_core import InvalidKeyError, RadixKey
 from raydix.schemas import (
     CacheConfig,

@@ -18,7 +18,8 @@ from support.caches.cache_in_process import HandleInProcess
 from support.caches.cache_under_test import small_config
 from support.caches.recorded_protocol import recorded_calls, recorded_frames
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient, deploy
+from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.cluster import deploy
 from raydix.actors.transport.unix_socket import UnixSocketClient
 from raydix.schemas import ConfigMismatch
 from raydix.schemas.protocol import PROTOCOL, check_handshake, handshake, packed_handshake, read_handshake

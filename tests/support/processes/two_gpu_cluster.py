@@ -11,8 +11,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from support.processes.command_line import run, run_json
 
 from raydix.actors import shutdown_cache, start_cache
+from raydix.actors.cluster.placement import beside, remove_placement, start_on_own_gpu
 from raydix.actors.huggingface.causal_model import _has_a_gpu
-from raydix.actors.placement import beside, remove_placement, start_on_own_gpu
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=64))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raydix.actors.capacity import read_capacity
-from raydix.actors.settings_file import SettingsError
+from raydix.actors.cluster.capacity import read_capacity
+from raydix.actors.cluster.settings_file import SettingsError
 
 
 @pytest.mark.parametrize(

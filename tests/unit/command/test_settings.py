@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from raydix.actors.settings import Settings, as_yaml, load_settings
-from raydix.actors.settings_file import SettingsError
+from raydix.actors.cluster.settings import Settings, as_yaml, load_settings
+from raydix.actors.cluster.settings_file import SettingsError
 from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, MetricsConfig, PoolConfig, TenantConfig
 from raydix.schemas.shown import cut, shown
 
@@ -334,7 +334,7 @@ def test_what_is_wrong_elsewhere_names_the_variable_or_option(file: Path) -> Non
 
 
 def test_every_variable_stands_for_one_key() -> None:
-    from raydix.actors.settings import _KINDS, _VARIABLES
+    from raydix.actors.cluster.settings import _KINDS, _VARIABLES
 
     assert len(_VARIABLES) == len(_KINDS)
 

@@ -5,7 +5,7 @@
       num_slots: 65536
 
 The keys are the fields of `CacheConfig`, and `name`. Sizes may also be written as 1M, 1e6 or 8GiB: see
-`raydix.actors.capacity`. Errors name the place of the wrong setting.
+`raydix.actors.cluster.capacity`. Errors name the place of the wrong setting.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from raydix.actors.capacity import read_capacity
-from raydix.actors.settings_file import Key, SettingsError, read_value, read_yaml
+from raydix.actors.cluster.capacity import read_capacity
+from raydix.actors.cluster.settings_file import Key, SettingsError, read_value, read_yaml
 from raydix.schemas import CacheConfig, PoolConfig
 from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.shown import cut, fault_text

@@ -10,7 +10,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raydix.actors.deploy import NAMESPACE, StartOptions, check_handle, connect, find, find_caches, start_cache
+from raydix.actors.cluster.deploy import NAMESPACE, StartOptions, check_handle, connect, find, find_caches, start_cache
 from raydix.actors.transport.pool_memory import gpu_uuids
 from raydix.actors.transport.ray_calls import from_ray
 from raydix.actors.transport.validation import checked_seconds

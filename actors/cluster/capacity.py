@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from typing import NamedTuple
 
-from raydix.actors.settings_file import SettingsError
+from raydix.actors.cluster.settings_file import SettingsError
 from raydix.schemas.shown import brief, byte_size, counted
 
 FORMS = "tokens, such as 200_000, 1M or 1e6, or bytes, such as 8GiB"
