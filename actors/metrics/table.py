@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from raydix.actors.distribution import ACQUIRE_S, BATCH_SIZES, WAIT_S
+from raydix.actors.metrics.distribution import ACQUIRE_S, BATCH_SIZES, WAIT_S
 from raydix.schemas import CacheStats, Histogram, PoolStats
 
 Labels = tuple[tuple[str, str], ...]

@@ -17,7 +17,7 @@ How a request runs: one `acquire` of a cached prompt over the Unix socket, from 
     cache   actors/service/unix_socket_server.py    unpacks the batch in the tick in which it arrives
             actors/service/cache_service.py         `execute`: finds the session once, dispatches each request in order
             actors/sessions/session_table.py        moves the session's deadline
-            actors/distribution.py                  counts the size of the batch
+            actors/metrics/distribution.py                  counts the size of the batch
             actors/sessions/admission.py            `acquire`: now, after the queued requests, or not at all
     core    cache_core/tree/radix_key.py            the token ids as the tree's key, without a copy
             cache_core/leases/leased_cache.py       `acquire`: checks the arguments, counts the hit
@@ -39,7 +39,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from raydix.actors.distribution import ACQUIRE_S, BATCH_SIZES, Distribution
+from raydix.actors.metrics.distribution import ACQUIRE_S, BATCH_SIZES, Distribution
 from raydix.actors.observe.ghost import Ghost
 from raydix.actors.observe.insight import Insight
 from raydix.actors.observe.loop_lag import LoopLag

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import NamedTuple
 
-from raydix.actors.distribution import ACQUIRE_S, WAIT_S, Distribution
+from raydix.actors.metrics.distribution import ACQUIRE_S, WAIT_S, Distribution
 from raydix.cache_core import OutOfSlotsError
 from raydix.schemas import CacheBusy, CacheError, Message, UnknownLease
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raydix.actors.distribution import ACQUIRE_S, BATCH_SIZES, WAIT_S, Distribution
+from raydix.actors.metrics.distribution import ACQUIRE_S, BATCH_SIZES, WAIT_S, Distribution
 from raydix.schemas import Histogram
 
 
