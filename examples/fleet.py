@@ -4,7 +4,7 @@
     python examples/fleet.py --caches 6 --conversations 40
 
 It starts a Ray cluster of three nodes on this machine, with several caches, each with a model worker on its node. The
-conversations of the demo (`raydix.actors.demo`) are served twice, from empty caches. At first the requests go to the
+conversations of the demo (`raydix.actors.demo.run`) are served twice, from empty caches. At first the requests go to the
 caches in turn, then each goes where the router sends it. The pools are so small that no cache keeps all system prompts.
 
 The time to first token begins when a request arrives, and includes the wait for the worker. The program ends with a
@@ -31,8 +31,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raydix.actors import PrefixCacheClient, connect_fleet, start_cache_async
 from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.cluster.placement import beside
-from raydix.actors.demo import MODEL, progress_on, serve
-from raydix.actors.demo_workload import PAGE_SIZE, Workload, draw_conversations
+from raydix.actors.demo.run import MODEL, progress_on, serve
+from raydix.actors.demo.workload import PAGE_SIZE, Workload, draw_conversations
 from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig
 from raydix.schemas.shown import percent, rate

@@ -16,7 +16,7 @@ from rich.table import Table
 from raydix.actors.cli.failures import FAILED, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show
 from raydix.actors.cluster.capacity import read_capacity
-from raydix.actors.demo_workload import PAGE_SIZE, Workload
+from raydix.actors.demo.workload import PAGE_SIZE, Workload
 from raydix.schemas.shown import counted, rate
 
 Tokens = Annotated[int, typer.Option(min=1, metavar="TOKENS")]
@@ -54,7 +54,7 @@ def demo(
         message = str(error).replace("pool_tokens", "--pool-tokens")
         raise CommandError(message, "raydix demo --help", USAGE) from None
     try:
-        from raydix.actors.demo import broken_promises, demonstrate
+        from raydix.actors.demo.run import broken_promises, demonstrate
     except ImportError as error:
         raise CommandError(f"the demo needs a package: {error}", "pip install 'raydix[transformers]'", USAGE) from None
     import ray

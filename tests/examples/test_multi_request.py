@@ -14,8 +14,8 @@ from rich.table import Table
 from support.processes.command_line import run
 
 from raydix.actors.cli.demo import closing, table_of
-from raydix.actors.demo import broken_promises, demonstrate
-from raydix.actors.demo_workload import Workload, draw_conversations
+from raydix.actors.demo.run import broken_promises, demonstrate
+from raydix.actors.demo.workload import Workload, draw_conversations
 from raydix.schemas.shown import percent
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_request.py"

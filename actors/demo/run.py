@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.cluster.deploy import shutdown_cache, start_cache_async
-from raydix.actors.demo_workload import (
+from raydix.actors.demo.workload import (
     MAX_POSITIONS,
     PAGE_SIZE,
     VOCABULARY,
