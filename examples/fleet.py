@@ -33,7 +33,7 @@ from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.cluster.placement import beside
 from raydix.actors.demo.run import MODEL, progress_on, serve
 from raydix.actors.demo.workload import PAGE_SIZE, Workload, draw_conversations
-from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig
 from raydix.schemas.shown import percent, rate
 

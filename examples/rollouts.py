@@ -30,7 +30,7 @@ from raydix.actors import PrefixCacheClient, WatchedActor, shutdown_cache, start
 from raydix.actors.cli.output import AsJson, show, table_of
 from raydix.actors.demo.run import MODEL
 from raydix.actors.demo.workload import PAGE_SIZE, VOCABULARY
-from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig
 from raydix.schemas.shown import rate
 

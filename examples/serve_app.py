@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydix.actors import start_cache
 from raydix.actors.demo.run import MODEL
-from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, InvalidRequest, PoolExhausted
 
 try:

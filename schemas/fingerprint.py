@@ -66,7 +66,7 @@ LoraId = Annotated[str, Field(max_length=MAX_FIELD_LENGTH), AfterValidator(_enco
 class ModelFingerprint(PydanticMessage):
     """The model that computes KV: workers of equal fingerprints compute the same KV for the same tokens.
 
-    `raydix.actors.transformers_worker.model_fingerprint(model)` makes one of a transformers model. Workers of other
+    `raydix.actors.huggingface.worker.model_fingerprint(model)` makes one of a transformers model. Workers of other
     engines make their own: `ModelFingerprint(fields={"model": "toy", "rope_theta": 1e4}, weights="v17")`. As text, it
     is a hash of 16 characters.
     """

@@ -36,7 +36,7 @@ from raydix.actors.demo.workload import (
     draw_conversations,
     wanted_slots,
 )
-from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
+from raydix.actors.huggingface.worker import Generation, TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig, CacheStats
 from raydix.schemas.shown import percent
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_worker import Generation, TransformersWorker, pool_config_for
+from raydix.actors.huggingface.worker import Generation, TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig
 
 PAGE = 16

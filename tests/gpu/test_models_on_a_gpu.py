@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache, shutdown_cache
 from raydix.actors.cluster.placement import beside, remove_placement, start_on_own_gpu
-from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, cache_config_for
 
 pytestmark = pytest.mark.gpu
 

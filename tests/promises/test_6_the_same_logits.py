@@ -21,8 +21,8 @@ from support.models.tiny_models import FALCON_H1, MISTRAL, continuation, random_
 from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
+from raydix.actors.huggingface.worker import Generation, TransformersWorker, cache_config_for
 from raydix.actors.sessions.admission import Admission
-from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
 from raydix.cache_core import MambaPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import CacheConfig, EvictionConfig, InvalidRequest, LeaseResponse

@@ -19,8 +19,8 @@ from support.models.quick_models import QUICK
 from support.models.survey_cases import TOLERANCE, Tally
 from support.more import more
 
+from raydix.actors.huggingface.worker import Generation
 from raydix.actors.sessions.admission import Admission
-from raydix.actors.transformers_worker import Generation
 from raydix.cache_core import MambaPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import LeaseResponse

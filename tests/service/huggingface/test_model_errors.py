@@ -13,7 +13,7 @@ from support.models.tiny_llama import LLAMA
 from transformers import BertConfig, LlamaConfig, T5Config
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_worker import TransformersWorker, cache_config_for, pool_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, cache_config_for, pool_config_for
 from raydix.schemas import ConfigMismatch, InvalidRequest
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -14,7 +14,7 @@ from transformers import DogeConfig, LlamaConfig, MptConfig, Phi3Config, PreTrai
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.huggingface.sequence_lengths import LONG_KEY, LengthRange, ModelLengths
-from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, cache_config_for
 from raydix.schemas import EvictionConfig, InvalidRequest
 
 LONGEST = 32  # tokens in the first range of each model here

@@ -30,7 +30,7 @@ from raydix.actors.huggingface import model_traits
 from raydix.actors.huggingface.causal_model import CausalModel
 from raydix.actors.huggingface.forward_pass import Positions
 from raydix.actors.huggingface.small_twin import TwinUnavailable
-from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig
 
 PAD = 1

@@ -13,7 +13,7 @@ from support.models.tiny_models import FALCON_H1, MISTRAL, WINDOW, continuation,
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.huggingface.leased_request import parts
-from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
+from raydix.actors.huggingface.worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, EvictionConfig, InvalidRequest, PoolExhausted
 
 PAGE, NUM_NEW = 4, 12

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from raydix.actors import Lease, LocalPrefixCache
 from raydix.actors.huggingface import worker_binding
-from raydix.actors.transformers_worker import TransformersWorker, model_fingerprint, pool_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, model_fingerprint, pool_config_for
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, ModelFingerprint
 
 pytestmark = pytest.mark.figures

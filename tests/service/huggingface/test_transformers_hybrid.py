@@ -14,7 +14,7 @@ from support.more import more
 from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
+from raydix.actors.huggingface.worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, InvalidRequest
 
 pytestmark = pytest.mark.figures

@@ -14,7 +14,7 @@ from support.models.tiny_models import GEMMA_3, MISTRAL, WINDOW, continuation, r
 from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
+from raydix.actors.huggingface.worker import Generation, TransformersWorker, cache_config_for
 from raydix.cache_core.components.window_kv import kept_tail
 from raydix.schemas import CacheConfig, CacheStats, ConfigMismatch, EvictionConfig, PoolExhausted
 

@@ -28,7 +28,7 @@ from raydix.actors.client.attached_pool import AttachedPool
 from raydix.actors.huggingface.causal_model import CausalModel
 from raydix.actors.huggingface.forward_pass import ForwardPass
 from raydix.actors.huggingface.sequence_lengths import LengthRange, ModelLengths
-from raydix.actors.transformers_worker import TransformersWorker, cache_config_for, pool_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, cache_config_for, pool_config_for
 from raydix.schemas import (
     CacheConfig,
     ConfigMismatch,

@@ -17,7 +17,7 @@ from support.models.tiny_llama import LLAMA, continuation, random_llama, random_
 from support.more import more
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.actors.transformers_worker import TransformersWorker, pool_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, pool_config_for
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, InvalidRequest, PoolConfig, PoolExhausted
 
 NUM_ROWS, ROW, NUM_LAYERS, NUM_HEADS, K_DIM, V_DIM = 3, 8, 3, 2, 4, 3

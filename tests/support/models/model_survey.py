@@ -14,7 +14,7 @@ from support.models.tiny_llama import LLAMA
 from transformers import PreTrainedConfig
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transformers_worker import TransformersWorker, cache_config_for
+from raydix.actors.huggingface.worker import TransformersWorker, cache_config_for
 from raydix.schemas import ConfigMismatch
 
 __all__ = ["Outcome", "survey", "survey_refused"]

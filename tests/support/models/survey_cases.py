@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from raydix.actors import LocalPrefixCache
 from raydix.actors.huggingface.forward_pass import pad_token_id
 from raydix.actors.huggingface.layer_mapping import ModelLayers
-from raydix.actors.transformers_worker import Generation, TransformersWorker, cache_config_for
+from raydix.actors.huggingface.worker import Generation, TransformersWorker, cache_config_for
 from raydix.schemas import CacheConfig, CacheStats, EvictionConfig
 
 __all__ = ["TOLERANCE", "Prompts", "ServedModel", "Tally", "config_of", "counted"]

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 if TYPE_CHECKING:
-    from raydix.actors.transformers_worker import Generation
+    from raydix.actors.huggingface.worker import Generation
 
 __all__ = [
     "BAMBA",

@@ -384,7 +384,7 @@ def test_a_dictionary_without_model_type_is_refused() -> None:
 
 
 def test_without_transformers_the_error_names_the_extra() -> None:
-    program = "import sys; sys.modules['transformers'] = None; import raydix.actors.transformers_worker"
+    program = "import sys; sys.modules['transformers'] = None; import raydix.actors.huggingface.worker"
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
