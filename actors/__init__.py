@@ -4,18 +4,24 @@ Names are loaded when they are first used: importing this package imports neithe
 
 The folders, from the ground up:
 
+    metrics       counts as metrics of Ray, buckets of histograms, a dashboard for Grafana
     transport     how messages travel: Ray calls, a Unix socket, mapped memory; checks of messages and arguments
     sessions      clients' sessions: owners, offers, deaths, the wait queue, admission
-    observe       what a running cache counts and records: history, ghost curve, traffic recordings
-    metrics       the counts as metrics of Ray, and a dashboard for Grafana
+    observe       counts and records of a running cache: history, ghost curve, recordings of traffic and their format
     service       the cache actor, the dispatch of requests, the background tasks
+    cluster       caches in a Ray cluster: start, place, find and configure them
     client        `PrefixCacheClient`, its leases, the mapped pool, the plain form for threads
+    fleet         the router of requests to several caches
+    engines       the common parts of engines' connectors, and the connector of vLLM
+    serve         the router as a policy of Ray Serve
     exporters     KV events in the formats of other programs
-    engines       the common parts of engines' connectors: look-ups, copies, weights
-    fleet         the router of requests to several caches, and a simulation of it
-    huggingface   the parts of `TransformersWorker`
+    huggingface   `TransformersWorker` and its parts
+    demo          the demo: conversations, with the cache and without
+    replay        replays of recorded traffic, on caches and on a simulated fleet
     report        the report page
     cli           the command `raydix`
+
+`loop_timer` calls a method periodically; four folders use it.
 
 `actors/service/cache_service.py` lists the steps of one request from the client's call to the tree and back.
 """

@@ -4,8 +4,9 @@
     python examples/fleet.py --caches 6 --conversations 40
 
 It starts a Ray cluster of three nodes on this machine, with several caches, each with a model worker on its node. The
-conversations of the demo (`raydix.actors.demo.run`) are served twice, from empty caches. At first the requests go to the
-caches in turn, then each goes where the router sends it. The pools are so small that no cache keeps all system prompts.
+conversations of the demo (`raydix.actors.demo.run`) are served twice, from empty caches. At first the requests go to
+the caches in turn, then each goes where the router sends it. The pools are so small that no cache keeps all system
+prompts.
 
 The time to first token begins when a request arrives, and includes the wait for the worker. The program ends with a
 table, and with exit status 1 if one of the `promises` was broken.

@@ -3,8 +3,8 @@
     python examples/multi_request.py                # the same as `make demo` and `raydix demo`
     python examples/multi_request.py --conversations 48 --workers 4 --pool-tokens 16384
 
-`raydix.actors.demo.run` has the code: it starts the cache, lets the workers share it, measures, and checks the results. The
-program ends with a table, and with exit status 1 if the cache broke one of its promises.
+`raydix.actors.demo.run` has the code: it starts the cache, lets the workers share it, measures, and checks the results.
+The program ends with a table, and with exit status 1 if the cache broke one of its promises.
 """
 
 import sys

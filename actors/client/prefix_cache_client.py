@@ -17,10 +17,10 @@ from raydix.actors.client.event_reader import read_events
 from raydix.actors.client.lease import Lease, PendingLease, make_ownership_error, make_pending
 from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.client.sync_lease import SyncLease, SyncPool
-from raydix.actors.client.watched_actor import check_watchable
 from raydix.actors.sessions.bound_models import LAPSED
 from raydix.actors.transport.error_map import may_have_taken_effect
 from raydix.actors.transport.validation import (
+    check_watchable,
     checked_count,
     checked_namespace,
     checked_response,

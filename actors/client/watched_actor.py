@@ -8,7 +8,7 @@ import logging
 import weakref
 from typing import Any, Self
 
-from raydix.schemas import InvalidRequest, LeaseConfig
+from raydix.schemas import LeaseConfig
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +71,3 @@ def warn_if_unwatched(config: LeaseConfig) -> None:
             config.session_ttl_s,
             config.quarantine_grace_s,
         )
-
-
-def check_watchable(handle: Any) -> None:
-    """Raise InvalidRequest unless an actor can be watched: parking would block one that is not made for it."""
-    if not hasattr(handle, "raydix_park") or getattr(handle, "_ray_allow_out_of_order_execution", None) is False:
-        raise InvalidRequest("an owner is a name for people, or the handle of an actor with the mixin WatchedActor")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
-from raydix.actors.client.watched_actor import check_watchable
 from raydix.actors.observe.json_logs import log_as_json
 from raydix.actors.service.findings import Restarts, findings
 from raydix.actors.service.past_lives import restarts_of_this_actor
+from raydix.actors.transport.validation import check_watchable
 from raydix.schemas import (
     CacheConfig,
     CacheReport,

@@ -122,3 +122,9 @@ def checked_namespace(extra_key: str | None, lora_id: str | None, cache_salt: st
         return frame_namespace(extra_key, lora_id, cache_salt)
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
+
+
+def check_watchable(handle: Any) -> None:
+    """Raise InvalidRequest unless an actor can be watched: parking would block one that is not made for it."""
+    if not hasattr(handle, "raydix_park") or getattr(handle, "_ray_allow_out_of_order_execution", None) is False:
+        raise InvalidRequest("an owner is a name for people, or the handle of an actor with the mixin WatchedActor")

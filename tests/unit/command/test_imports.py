@@ -55,7 +55,9 @@ def test_versions_help_and_wrong_arguments_wait_for_no_package(arguments: list[s
 
 
 def test_looking_for_caches_and_their_counts_waits_for_no_torch() -> None:
-    modules = "actors.deploy, raydix.actors.service.cache_actor, raydix.actors.cli.stats_view, raydix.schemas.stats"
+    modules = (
+        "actors.cluster.deploy, raydix.actors.service.cache_actor, raydix.actors.cli.stats_view, raydix.schemas.stats"
+    )
 
     assert "torch" not in imported(f"import raydix.{modules}")[1]
 

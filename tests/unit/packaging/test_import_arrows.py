@@ -85,7 +85,24 @@ def test_nobody_imports_a_package_by_its_bare_folder_name() -> None:
 # From the ground up. A folder imports only folders above it in its list.
 FOLDERS = {
     "cache_core": ["kernels", "tree", "eviction", "pool", "components", "radix", "leases", "rows"],
-    "actors": ["transport", "sessions", "service", "client", "fleet", "huggingface", "report", "cli"],
+    "actors": [
+        "metrics",
+        "transport",
+        "sessions",
+        "observe",
+        "service",
+        "cluster",
+        "client",
+        "fleet",
+        "engines",
+        "serve",
+        "exporters",
+        "huggingface",
+        "demo",
+        "replay",
+        "report",
+        "cli",
+    ],
 }
 
 
@@ -129,6 +146,13 @@ def test_folders_import_in_their_order(package: str) -> None:
     ]
 
     assert offences == []
+
+
+def test_the_actors_lie_in_few_folders_all_of_them_in_the_order() -> None:
+    rooms = {room_of(path, "actors") for path in source_files("actors")}
+
+    assert rooms - set(FOLDERS["actors"]) == {"__init__", "loop_timer"}
+    assert len(FOLDERS["actors"]) == 16
 
 
 @pytest.mark.parametrize("package", sorted(FOLDERS))
