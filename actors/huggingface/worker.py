@@ -41,7 +41,7 @@ from raydix.actors.huggingface.slot_wait import SlotWait
 from raydix.actors.huggingface.worker_binding import Fingerprint, WorkerBinding, check_fingerprint
 from raydix.actors.transport.error_map import has_failed
 from raydix.actors.transport.validation import checked_count, checked_seconds
-from raydix.schemas import ConfigMismatch, InvalidRequest, StaleEpoch
+from raydix.schemas import ConfigMismatch, InvalidRequest, PoolExhausted, StaleEpoch
 
 if TYPE_CHECKING:
     from raydix.actors.client.attached_pool import AttachedPool
@@ -271,8 +271,16 @@ class TransformersWorker(WatchedActor):
                 timeout_s=left_s,
             )
 
-        with wait.waiting() as left_s:
-            taken = await self._binding.lease(client, namespace["lora_id"], take)
+        try:
+            with wait.waiting() as left_s:
+                taken = await self._binding.lease(client, namespace["lora_id"], take)
+        except PoolExhausted as error:
+            if not in_parts or error.can_ever_fit or num_slots <= chunk:
+                raise
+            # The matched window KV was evicted meanwhile. One part of the prompt always fits.
+            num_slots = chunk
+            with wait.waiting() as left_s:
+                taken = await self._binding.lease(client, namespace["lora_id"], take)
         async with taken as lease:
             if pool.lost:  # the cache has restarted
                 pool = await self._attached(client)

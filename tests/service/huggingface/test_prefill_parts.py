@@ -123,6 +123,30 @@ async def test_prompts_that_block_each_other_all_end() -> None:
         await cache.check_invariants()
 
 
+async def test_a_prefix_that_is_evicted_after_its_match_is_computed_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, prompt = random_model(MISTRAL), random_prompt(12 * WINDOW)
+    async with LocalPrefixCache(config_of(model, num_swa_slots=8 * WINDOW)) as cache:
+        async with worker_of(cache, model, prefill_chunk=16) as worker:
+            await worker.generate(prompt, 0)
+            client = worker._client
+            match = client.match
+
+            async def match_of_evicted_pages(*args: Any, **options: Any) -> Any:
+                found = await match(*args, **options)
+                assert found.prefix_len > 8 * WINDOW
+                await cache.evict(2**20)
+                return found
+
+            monkeypatch.setattr(client, "match", match_of_evicted_pages)
+
+            found = await worker.generate(prompt, NUM_NEW, return_logits=True)
+
+            assert found.prefix_len == 0
+            check_close(found, model, prompt)
+
+
 async def test_slots_are_waited_for_as_long_as_the_caller_says() -> None:
     model = random_model(MISTRAL)
     async with (
