@@ -50,6 +50,7 @@ from raydix.cache_core.pool.kv_pool import KVPool
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.pool.pool_layout import PoolLayout
+from raydix.cache_core.pool.record_pool import RecordLayout, RecordPool
 from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.radix_cache import RadixCache
 from raydix.cache_core.radix_trie import RadixTrie
@@ -87,6 +88,8 @@ __all__ = [
     "RadixCache",
     "RadixKey",
     "RadixTrie",
+    "RecordLayout",
+    "RecordPool",
     "RowCache",
     "SWATokenToKVPoolAllocator",
     "SlotAllocator",

@@ -111,6 +111,7 @@ if TYPE_CHECKING:
         RouteConfig,
         RouteExplanation,
     )
+    from raydix.schemas.segment import Segment
     from raydix.schemas.slim_events import (
         CacheLoad,
         PackedEvents,
@@ -212,6 +213,7 @@ __all__ = [
     "RouteCandidate",
     "RouteConfig",
     "RouteExplanation",
+    "Segment",
     "SessionRef",
     "SessionResponse",
     "SetWeightsRequest",
@@ -276,6 +278,7 @@ __getattr__ = lazy_names(
             "MatchResponse RetireResponse RevokeResponse SessionResponse WaitingResponse WindowResponse"
         ),
         "routing": "FleetCacheStats FleetStats ReplicaRouterStats RouteCandidate RouteConfig RouteExplanation",
+        "segment": "Segment",
         "slim_events": "CacheLoad PackedEvents SlimEvent SlimEventBatch SlimEventSnapshot",
         "stats": "CacheStats EvictionTaskStats GhostStats Histogram PoolStats TenantStats TooLarge",
         "tenants": "TenantConfig",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from raydix.schemas.segment import Segment, bytes_of, check_segments
 from raydix.schemas.tenants import TenantConfig, check_tenants
 
 MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
@@ -19,6 +21,8 @@ _STRIDE_TOKENS = 512
 _Count = Annotated[int, Field(ge=0)]
 KVShape = tuple[_Count, _Count, _Count]  # num_kv_heads, head_dim, v_head_dim of a layer
 
+# size of a record -> its table of segments
+_TABLES = {"slot_bytes": "segments", "swa_slot_bytes": "swa_segments", "state_bytes": "state_segments"}
 
 _DTYPES = {  # names that other programs give to torch's dtypes
     "fp64": "float64",
@@ -57,9 +61,16 @@ class _Config(BaseModel):
 
 
 class PoolConfig(_Config):
-    """The KV pool: how many token slots, and the shape of one slot's K and V in every layer."""
+    """The KV pool: how many token slots, and the shape of one slot's K and V in every layer.
+
+    With `format="opaque"`, the pool keeps records of bytes, one a page, in place of layers: the KV of an engine, as it
+    lies there. Window halves and states are records of their own. Slots of a record cannot be addressed singly.
+    """
 
     num_slots: int = Field(gt=0, le=MAX_SLOTS, description="token slots that callers can use")
+    format: Literal["layers", "opaque"] = Field(
+        default="layers", description="layers: K and V by slot; opaque: a record of bytes for each page"
+    )
     num_layers: int = Field(default=0, ge=0, description="0 makes an index-only cache, without tensors")
     num_kv_heads: int = Field(default=0, ge=0)
     head_dim: int = Field(default=0, ge=0, description="elements of one head's K")
@@ -87,11 +98,47 @@ class PoolConfig(_Config):
     state_shapes: tuple[tuple[Annotated[int, Field(ge=1)], ...], ...] = Field(
         default=(), description="shapes of a state layer's tensors"
     )
+    slot_bytes: int = Field(default=0, ge=0, description="opaque: bytes of a slot in the record of a page")
+    swa_slot_bytes: int = Field(default=0, ge=0, description="opaque: bytes of a slot in the record of a window half")
+    state_bytes: int = Field(default=0, ge=0, description="opaque: bytes of the record of a state")
+    segments: tuple[Segment, ...] = Field(
+        default=(), repr=False, description="opaque: the parts of a page's record; slot_bytes is the sum of their bytes"
+    )
+    swa_segments: tuple[Segment, ...] = Field(default=(), repr=False, description="opaque: the same, of a window half")
+    state_segments: tuple[Segment, ...] = Field(default=(), repr=False, description="opaque: the same, of a state")
     dtype: Annotated[
         Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8"],
         BeforeValidator(_dtype_of_torch),
     ] = "bfloat16"
     device: Annotated[str, AfterValidator(_checked_device)] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _records_are_as_long_as_their_segments(cls, given: Any) -> Any:
+        """Take the bytes of a record from its segments, where they are given."""
+        if not isinstance(given, dict):
+            return given
+        sums = {size: bytes_of(given.get(table)) for size, table in _TABLES.items() if not given.get(size)}
+        return given | {size: num_bytes for size, num_bytes in sums.items() if num_bytes}
+
+    @model_validator(mode="after")
+    def _opaque_pools_have_records_and_no_layers(self) -> Self:
+        if self.format != "opaque":
+            if given := [name for pair in _TABLES.items() for name in pair if getattr(self, name)]:
+                raise ValueError(f"{given[0]} is for format='opaque', which has records in place of layers")
+            return self
+        of_layers = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "kv_shapes", "layer_kinds", "state_shapes")
+        if given := [name for name in of_layers if getattr(self, name) not in (0, None, ())]:
+            raise ValueError(f"{given[0]} is for pools with layers, and format='opaque' has records: leave it out")
+        if not self.slot_bytes:
+            raise ValueError("format='opaque' needs slot_bytes, or segments")
+        if bool(self.state_bytes) != bool(self.num_state_slots):
+            raise ValueError("format='opaque' needs state_bytes (or state_segments) and num_state_slots, or neither")
+        if self.num_swa_slots is not None and not self.swa_slot_bytes:
+            raise ValueError("format='opaque' needs swa_slot_bytes, or swa_segments, with num_swa_slots")
+        for size, table in _TABLES.items():
+            check_segments(getattr(self, table), table, getattr(self, size), size)
+        return self
 
     @model_validator(mode="after")
     def _layers_have_a_shape(self) -> Self:
@@ -127,6 +174,16 @@ class PoolConfig(_Config):
                 raise ValueError(f"kv_shapes of layer {layer} must be {wanted}, not {shape}")
         _check_shapes_differ(shape for shape in self.kv_shapes if any(shape))
         return self
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether the pool keeps KV: an index-only cache has none."""
+        return self.format == "opaque" or self.num_layers > 0
+
+    @property
+    def may_lie_on_gpu(self) -> bool:
+        """Whether the pool keeps KV that this configuration does not put on the CPU."""
+        return self.device != "cpu" and self.has_tensors
 
     @property
     def layer_shapes(self) -> tuple[KVShape, ...]:
@@ -311,6 +368,16 @@ with warnings.catch_warnings():
             return self
 
         @model_validator(mode="after")
+        def _records_are_pages(self) -> Self:
+            if self.pool.format == "layers":
+                return self
+            if self.kind == "slots":
+                raise ValueError("pool.format='opaque' is not for kind 'slots': its sequences are not whole pages")
+            if (self.sliding_window_size is not None) != bool(self.pool.swa_slot_bytes):
+                raise ValueError("pool.format='opaque' needs swa_slot_bytes and sliding_window_size, or neither")
+            return self
+
+        @model_validator(mode="after")
         def _rows_are_whole(self) -> Self:
             if (self.kind == "slots") != (self.max_seq_len is not None):
                 raise ValueError("kind 'slots' needs max_seq_len, and no other kind takes it")
@@ -390,6 +457,13 @@ with warnings.catch_warnings():
         def run_len(self) -> int:
             """Slots that are allocated together, one after the other: a page, or with kind "slots" a whole row."""
             return self.page_size if self.max_seq_len is None else self.max_seq_len
+
+        def record_digest(self) -> str:
+            """Return a short hash of the records of an opaque pool: pools with equal ones can exchange pages."""
+            pool = self.pool
+            tables = [[segment.model_dump() for segment in getattr(pool, table)] for table in _TABLES.values()]
+            sizes = [pool.format, self.page_size, *(getattr(pool, size) for size in _TABLES)]
+            return hashlib.sha256(json.dumps([sizes, tables]).encode()).hexdigest()[:16]
 
         def digest(self) -> str:
             """Return a short hash of every field that differs from its default: equal digests, equal configurations.

@@ -68,6 +68,20 @@ def start(
             "--check", help="Stamp saved pages and verify loaded ones, for tests.", rich_help_panel=_OF_ENGINES
         ),
     ] = False,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Node whose memory holds the pools, by the first characters of its id. Default: this node.",
+            rich_help_panel=_OF_ENGINES,
+        ),
+    ] = None,
+    every_gpu_node: Annotated[
+        bool,
+        typer.Option(
+            "--every-gpu-node", help="A cache on each node with a GPU: NAME-0, NAME-1, ...", rich_help_panel=_OF_ENGINES
+        ),
+    ] = False,
     file: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file with the fields of CacheConfig.")
     ] = None,
@@ -86,8 +100,13 @@ def start(
     count: Annotated[int | None, typer.Option(min=1, help="Number of caches. Default: one per GPU, else one.")] = None,
     worker_cpus: Annotated[int, typer.Option(min=0, help="CPUs to reserve with each GPU, for its workers.")] = 1,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds that a cache may take to start.")
-    ] = 60,
+        float | None,
+        typer.Option(
+            "--timeout",
+            min=0.1,
+            help="Seconds that a cache may take to start. Default: 60, and 4 for each GiB of its pool.",
+        ),
+    ] = None,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
@@ -100,11 +119,21 @@ def start(
     A cache that already runs with the same settings is left as it is.
 
     `raydix start --for vllm MODEL --capacity 8GiB` reads vLLM's configuration of the model, so it runs in the engine's
-    environment. It starts a cache that fits, one for each rank, and prints the command line of the engine. The other
-    sources of settings can add to it, as `--set pool.device=cpu`; settings that do not fit the engine are refused.
+    environment. It starts a cache that fits, one for each rank, and prints the command line of the engine. The pool is
+    host memory of this node, which all engines of the node share; `--set pool.device=cuda` takes a GPU of its own. The
+    other sources of settings can add to it; settings that do not fit the engine are refused.
     """
     wishes = EngineWishes(
-        engine, tuple(model or ()), capacity, tensor_parallel, kv_cache_dtype, block_size, dtype, check
+        engine,
+        tuple(model or ()),
+        capacity,
+        tensor_parallel,
+        kv_cache_dtype,
+        block_size,
+        dtype,
+        check,
+        node,
+        every_gpu_node,
     )
     check_engine(wishes)
     if engine is not None:
@@ -117,9 +146,8 @@ def start(
     settings = load_settings(file, options=options or (), name=name)
     join(address, namespace)
     from raydix.actors.cluster.placement import num_gpus
-    from raydix.actors.transport.pool_memory import may_lie_on_gpu
 
-    on_gpu = may_lie_on_gpu(settings.config) and num_gpus() > 0
+    on_gpu = settings.config.pool.may_lie_on_gpu and num_gpus() > 0
     there = set(cache_names(namespace))
     started = []
     for number in range(count or (num_gpus() if on_gpu else 1)):

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,15 +20,20 @@ from raydix.actors.cli.start_one import start_one, table_of_started
 from raydix.actors.cluster.capacity import Capacity, read_capacity
 from raydix.actors.cluster.rank_names import rank_name
 from raydix.schemas.cache_name import check_cache_name
-from raydix.schemas.shown import brief, counted
+from raydix.schemas.shown import brief, byte_size, counted
 
 if TYPE_CHECKING:
     from raydix.actors.cluster.settings import Settings
     from raydix.actors.engines.engine_kv import EngineKV
     from raydix.actors.engines.vllm.cache import EngineOptions
+    from raydix.schemas import CacheConfig
 
 _ENGINES = ("vllm",)
 _NAME = "kv-0"
+_NAMES = "kv"  # of several nodes: kv-0, kv-1, ...
+_LEFT = 0.1  # share of a node's free memory that pools leave to other programs
+_SHORT_ID = 8  # characters of a node's id, as tables show it
+_CONNECT_S = 60.0
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -43,6 +48,8 @@ class EngineWishes(NamedTuple):
     block_size: int | None
     dtype: str | None
     check: bool
+    node: str | None = None
+    every_gpu_node: bool = False
 
 
 def check_engine(wishes: EngineWishes) -> None:
@@ -66,6 +73,8 @@ def check_engine(wishes: EngineWishes) -> None:
         raise CommandError(f"--for must be {' or '.join(_ENGINES)}, not {brief(wishes.engine)}", "--for vllm", USAGE)
     if not wishes.model:
         raise CommandError("--for vllm must come with a model", "raydix start --for vllm MODEL --capacity 8GiB", USAGE)
+    if wishes.node is not None and wishes.every_gpu_node:
+        raise CommandError("--node does not go with --every-gpu-node", "one of them", USAGE)
     if wishes.capacity is None:
         raise CommandError("--for vllm must come with --capacity", "--capacity 8GiB, or a number of tokens", USAGE)
 
@@ -76,7 +85,7 @@ def start_for_engine(
     given: Iterable[str],
     name: str | None,
     worker_cpus: int,
-    timeout_s: float,
+    timeout_s: float | None,
     address: str | None,
     namespace: str,
     as_json: bool,
@@ -105,20 +114,26 @@ def start_for_engine(
         kvs = read_in_own_process(options)
     except ReadFailed as error:
         raise CommandError(str(error), "vllm serve with the same model and options shows more") from error
-    settings = _settings_for(kvs[0], capacity, wishes.check, file, given, name)
-    names = [settings.name] if len(kvs) == 1 else [rank_name(settings.name, rank) for rank in range(len(kvs))]
+    settings = _settings_for(kvs[0], capacity, wishes, file, given, name)
+    in_memory = not settings.config.pool.may_lie_on_gpu
+    nodes = _nodes(wishes, in_memory)
+    engines = [settings.name] if not wishes.every_gpu_node else [f"{settings.name}-{at}" for at in range(len(nodes))]
+    names = {engine: _names_of_ranks(engine, len(kvs)) for engine in engines}
     there = cache_names(namespace)
     _check_names(settings, names, there, namespace, timeout_s)
 
     from raydix.actors.cluster.placement import num_gpus
-    from raydix.actors.transport.pool_memory import may_lie_on_gpu
 
-    on_gpu = may_lie_on_gpu(settings.config) and num_gpus() > 0
+    on_gpu = not in_memory and num_gpus() > 0
+    for engine, node_id in zip(engines, nodes, strict=True):
+        if node_id is not None:
+            _check_memory(settings.config, [each for each in names[engine] if each not in there], node_id)
     started = []
-    for each in names:
-        facts = start_one(settings.config, each, namespace, on_gpu, worker_cpus, timeout_s)
-        started.append(facts | {"reused": each in there})
-    connector: dict[str, Any] = {"cache": settings.name}
+    for engine, node_id in zip(engines, nodes, strict=True):
+        for each in names[engine]:
+            facts = start_one(settings.config, each, namespace, on_gpu, worker_cpus, timeout_s, node_id)
+            started.append(facts | {"reused": each in there})
+    connector: dict[str, Any] = {"cache": engines[0]}
     if address and address != "auto":
         connector["ray_address"] = address
     if namespace != "raydix":
@@ -127,9 +142,10 @@ def start_for_engine(
         connector["check"] = True
     result = {
         "caches": started,
+        "engines": engines,
         "page_size": settings.config.page_size,
         "block_size": kvs[0].block_size,
-        "token_bytes": sum(kvs[0].slot_bytes),
+        "token_bytes": kvs[0].token_bytes,
         "reads": kvs[0].reads,
         "environment": {"RAY_AUTH_MODE": "token"} if os.environ.get("RAY_AUTH_MODE") == "token" else {},
         "command": options.command(connector),
@@ -138,7 +154,7 @@ def start_for_engine(
 
 
 def _settings_for(
-    kv: EngineKV, capacity: Capacity, check: bool, file: Path | None, given: Iterable[str], name: str | None
+    kv: EngineKV, capacity: Capacity, wishes: EngineWishes, file: Path | None, given: Iterable[str], name: str | None
 ) -> Settings:
     """Return the settings of a rank's cache: the engine's, to which the user's are added.
 
@@ -148,9 +164,13 @@ def _settings_for(
     """
     from raydix.actors.cluster.settings import load_settings
 
-    num_tokens = capacity.num_tokens(kv.block_size, _token_bytes(kv, check))
+    check = wishes.check
+    num_tokens = capacity.num_tokens(kv.block_size, kv.pool_config(kv.block_size, check=check).slot_bytes)
     pool = kv.pool_config(num_tokens, check=check).model_dump(mode="json", exclude_defaults=True)
-    defaults: dict[tuple[str, ...], Any] = {("name",): _NAME, ("page_size",): kv.block_size}
+    defaults: dict[tuple[str, ...], Any] = {
+        ("name",): _NAMES if wishes.every_gpu_node else _NAME,
+        ("page_size",): kv.block_size,
+    }
     defaults |= {("pool", key): value for key, value in pool.items()}
     settings = load_settings(file, options=given, name=name, defaults=defaults)
     kv.check_config(settings.config, check=check)
@@ -163,36 +183,90 @@ def _settings_for(
     return settings
 
 
-def _token_bytes(kv: EngineKV, check: bool) -> int:
-    """Return the bytes of a token in all layers of a rank's pool."""
-    pool = kv.pool_config(kv.block_size, check=check)
-    return sum(head_dim for _, head_dim, _ in pool.layer_shapes)
+def _names_of_ranks(engine: str, num_ranks: int) -> list[str]:
+    return [engine] if num_ranks == 1 else [rank_name(engine, rank) for rank in range(num_ranks)]
 
 
-def _check_names(settings: Settings, names: list[str], there: list[str], namespace: str, timeout_s: float) -> None:
-    """Check the caches that run already, so that none is started if one does not fit.
+def _nodes(wishes: EngineWishes, in_memory: bool) -> list[str | None]:
+    """Return the nodes of the caches: one, or each with a GPU; [None] for a pool on a GPU, which Ray places.
 
     Raises:
-        CommandError: a name is too long, or other caches have the names of this one's ranks.
+        CommandError: there is no such node, or a pool on a GPU is to lie on a named node.
+    """
+    import ray
+
+    from raydix.actors.cluster.placement import alive_nodes
+
+    if not in_memory:
+        if wishes.node is not None or wishes.every_gpu_node:
+            option = "--every-gpu-node" if wishes.every_gpu_node else "--node"
+            raise CommandError(f"{option} is for pools in host memory", "leave out --set pool.device", USAGE)
+        return [None]
+    nodes = alive_nodes()
+    listed = ", ".join(node_id[:_SHORT_ID] for node_id in nodes)
+    if wishes.every_gpu_node:
+        if not (found := [node_id for node_id, has_gpu in nodes.items() if has_gpu]):
+            raise CommandError(f"no node of the cluster has a GPU; nodes: {listed}", "--node ID", USAGE)
+        return [*found]
+    if wishes.node is None:
+        return [ray.get_runtime_context().get_node_id()]
+    found = [node_id for node_id in nodes if node_id.startswith(wishes.node)]
+    if len(found) != 1:
+        number = "no node" if not found else counted(len(found), "node")
+        raise CommandError(f"--node: the id of {number} begins with {brief(wishes.node)}", f"one of {listed}", USAGE)
+    return [*found]
+
+
+def _check_memory(config: CacheConfig, names: list[str], node_id: str) -> None:
+    """Check that the pools of caches that do not run yet fit in the memory of their node.
+
+    Raises:
+        CommandError: they do not; the message names the sum, and the memory that is free.
+    """
+    from raydix.actors.cluster.placement import free_memory
+    from raydix.actors.transport.pool_shapes import layout_of
+
+    each = layout_of(config).num_bytes
+    free = free_memory(node_id)
+    if len(names) * each > (1 - _LEFT) * free:
+        pools = f"{counted(len(names), 'pool')} of {byte_size(each)}"
+        raise CommandError(
+            f"{pools} need {byte_size(len(names) * each)}, and node {node_id[:_SHORT_ID]} has {byte_size(free)} free, "
+            f"a tenth of which is left to other programs",
+            "a smaller --capacity, which is of each rank",
+        )
+
+
+def _check_names(
+    settings: Settings, names: Mapping[str, list[str]], there: list[str], namespace: str, timeout_s: float | None
+) -> None:
+    """Check the caches that run already, so that none is started if one does not fit.
+
+    Args:
+        names: of the caches of all ranks, by the name that an engine has for them.
+
+    Raises:
+        CommandError: a name is too long, or other caches have the names of these ranks.
         ConfigMismatch: one of them runs with another configuration.
     """
     from raydix.actors.cluster.deploy import connect
 
-    for each in names:
-        try:
-            check_cache_name(each)
-        except ValueError as error:
-            raise CommandError(f"the name of a cache {error}", "a shorter --name", USAGE) from None
-    ranks = re.compile(rf"{re.escape(settings.name)}(-tp\d+)?")
-    if others := [each for each in there if ranks.fullmatch(each) and each not in names]:
-        raise CommandError(
-            f"the caches of {settings.name!r} would be {', '.join(names)}, but {', '.join(others)} runs: an engine "
-            "with another number of ranks has that name",
-            f"another --name, or raydix stop {' '.join(others)}",
-        )
-    for each in names:
-        if each in there:
-            connect(each, namespace=namespace, config=settings.config, timeout_s=timeout_s)
+    for engine, of_ranks in names.items():
+        for each in of_ranks:
+            try:
+                check_cache_name(each)
+            except ValueError as error:
+                raise CommandError(f"the name of a cache {error}", "a shorter --name", USAGE) from None
+        ranks = re.compile(rf"{re.escape(engine)}(-tp\d+)?")
+        if others := [each for each in there if ranks.fullmatch(each) and each not in of_ranks]:
+            raise CommandError(
+                f"the caches of {engine!r} would be {', '.join(of_ranks)}, but {', '.join(others)} runs: an engine "
+                "with another number of ranks has that name",
+                f"another --name, or raydix stop {' '.join(others)}",
+            )
+        for each in of_ranks:
+            if each in there:
+                connect(each, namespace=namespace, config=settings.config, timeout_s=timeout_s or _CONNECT_S)
 
 
 def _report(result: dict[str, Any], options: EngineOptions) -> Group:
@@ -200,8 +274,11 @@ def _report(result: dict[str, Any], options: EngineOptions) -> Group:
     words = [f"{name}={value}" for name, value in result["environment"].items()]
     words += [shlex.quote(each) for each in result["command"]]
     names = " ".join(each["name"] for each in started)
+    num_bytes = sum(each["num_bytes"] for each in started)
     facts = f"blocks of {counted(result['block_size'], 'token')}, "
     facts += f"{counted(result['token_bytes'], 'byte')} a token on each rank"
+    if len(started) > 1:
+        facts += f"; {byte_size(num_bytes)} in {counted(len(started), 'pool')}"
     lines = [
         f"engine:   {brief(options.model)}: {facts}",
         f"start:    {' '.join(words)}",
@@ -210,6 +287,8 @@ def _report(result: dict[str, Any], options: EngineOptions) -> Group:
     ]
     if result["environment"] and (found := [each for each in _TOKEN_VARIABLES if each in os.environ]):
         lines.append(f"note:     the engine needs {' and '.join(found)} as well, as in this shell")
+    for engine, each in zip(result["engines"][1:], started[:: len(started) // len(result["engines"])][1:], strict=True):
+        lines.append(f"note:     on node {each['node_id'][:_SHORT_ID]}, the engine's cache is {engine!r}")
     if not result["reads"]:
         lines.append("note:     vLLM switches its prefix caching off for this model: the engine loads no KV")
     return Group(table_of_started(started), Text("\n".join(lines)))

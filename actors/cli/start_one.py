@@ -16,26 +16,42 @@ if TYPE_CHECKING:
 
 
 def start_one(
-    config: CacheConfig, name: str, namespace: str, on_gpu: bool, worker_cpus: int, timeout_s: float
+    config: CacheConfig,
+    name: str,
+    namespace: str,
+    on_gpu: bool,
+    worker_cpus: int,
+    timeout_s: float | None,
+    node_id: str | None = None,
 ) -> dict[str, Any]:
     """Start a cache that outlives this process, or find it running with the same configuration; return its facts.
 
     Args:
         on_gpu: it takes a whole GPU, with `worker_cpus` CPUs for its workers.
+        timeout_s: of the start; None: see `start_cache`.
+        node_id: where it starts and restarts; None: on any node.
 
     Raises:
         CommandError: it did not start in `timeout_s`.
         ConfigMismatch: a cache of that name runs with another configuration.
     """
     from raydix.actors.cluster.deploy import start_cache
-    from raydix.actors.cluster.placement import start_on_own_gpu
+    from raydix.actors.cluster.placement import on_node, start_on_own_gpu
     from raydix.schemas import CacheUnavailable
 
     try:
         if on_gpu:
             cache = start_on_own_gpu(config, name, namespace=namespace, worker_cpus=worker_cpus, timeout_s=timeout_s)
         else:
-            cache = start_cache(config, name=name, namespace=namespace, lifetime="detached", timeout_s=timeout_s)
+            place = None if node_id is None else on_node(node_id)
+            cache = start_cache(
+                config,
+                name=name,
+                namespace=namespace,
+                lifetime="detached",
+                timeout_s=timeout_s,
+                scheduling_strategy=place,
+            )
     except CacheUnavailable as error:  # exit status 1: the cluster answered
         raise CommandError(f"{name}: {error}") from error
     handle = ask(cache.pool_handle.remote())

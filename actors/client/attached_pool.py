@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.transport.pool_memory import check_layers_alike, layout_of, open_cuda_pool, open_shared_pool
+from raydix.actors.transport.pool_memory import open_cuda_pool, open_shared_pool
+from raydix.actors.transport.pool_shapes import OPAQUE, check_layers_alike, layout_of, pool_of, with_layers
 from raydix.actors.transport.process_liveness import ProcessLiveness
-from raydix.cache_core import KVPool
+from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
 from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
 from raydix.schemas.shown import brief
 
@@ -63,7 +64,7 @@ class AttachedPool:
 
     on_lost: Callable[[], None] | None = None
 
-    def __init__(self, client: PoolClient, handle: PoolHandle, pool: KVPool | None) -> None:
+    def __init__(self, client: PoolClient, handle: PoolHandle, pool: KVPool | RecordPool | None) -> None:
         self._client = client
         self._pool = pool
         self._life = (
@@ -74,22 +75,27 @@ class AttachedPool:
         self.layout = layout_of(handle.config)
 
     @classmethod
-    def attach(cls, client: PoolClient, handle: PoolHandle, local: KVPool | None, mapped: bool | None) -> AttachedPool:
+    def attach(
+        cls, client: PoolClient, handle: PoolHandle, local: KVPool | RecordPool | None, mapped: bool | None
+    ) -> AttachedPool:
         """Attach to a pool; see `PrefixCacheClient.attach_pool`.
 
         Args:
             local: the pool itself, if it lies in this process.
         """
-        pool: KVPool | None = None
+        pool: KVPool | RecordPool | None = None
         if mapped is not False:
             try:
                 pool = local or map_pool(handle)
             except OSError as error:
                 if mapped:
                     raise CacheUnavailable(f"the pool cannot be mapped from here: {error}") from error
-                if difference := layout_of(handle.config).difference:
-                    reason = f"{error}; and its layers differ, so that KV cannot be copied: {difference}"
-                    raise CacheUnavailable(f"the pool cannot be mapped from here: {reason}") from error
+                try:
+                    check_layers_alike(layout_of(handle.config))
+                except InvalidRequest as cannot_copy:
+                    raise CacheUnavailable(
+                        f"the pool cannot be mapped from here: {error}; and {cannot_copy}"
+                    ) from error
                 logger.warning("the pool cannot be mapped from here (%s): KV is copied through the cache", error)
         return cls(client, handle, pool)
 
@@ -133,15 +139,34 @@ class AttachedPool:
         """Each layer's V, as `k` with `v_head_dim`."""
         return self._mapped_pool().v
 
+    @property
+    def pages(self) -> torch.Tensor:
+        """The records of an opaque pool's pages, `[num_slots / page_size + 1, page_size * slot_bytes]` uint8.
+
+        The record of a page is at the number of its first slot divided by the page size. `lease.pages` has the numbers.
+        """
+        return self._records().pages
+
+    @property
+    def windows(self) -> torch.Tensor:
+        """The records of an opaque pool's window halves, as `pages` with `swa_slot_bytes`; by `lease.swa_slots`."""
+        return self._records().windows
+
+    @property
+    def states(self) -> torch.Tensor:
+        """The records of an opaque pool's states, `[num_state_slots + 1, state_bytes]`, by `lease.state_slot`."""
+        return self._records().states
+
     def by_sequence(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(k_cache, v_cache)`, `[sequence, position, layer, num_kv_heads, dim]` each: views of the same memory.
 
         Raises:
             InvalidRequest: the cache is not of kind "slots", or the pool is not mapped.
         """
-        if self.layout.max_seq_len is None:
+        pool = self._mapped_pool()
+        if pool.layout.max_seq_len is None:
             raise InvalidRequest("this cache's slots come in pages: only kind 'slots' has them by sequence")
-        return self._mapped_pool().by_sequence()
+        return pool.by_sequence()
 
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a state layer, `[num_state_slots + 1, *shape]` each, indexed by `lease.state_slot`.
@@ -199,10 +224,10 @@ class AttachedPool:
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
+        layout = self._layers()
         transport, slots = self._checked_transport(lease), _checked_slots(slots)
         _check_dense(slots)
         k, v = _checked_values(k), _checked_values(v)
-        layout = self.layout
         shape = (layout.num_layers, len(slots), layout.num_kv_heads)
         for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
             if tuple(tensor.shape) != (*shape, dim):
@@ -219,7 +244,7 @@ class AttachedPool:
             )
             await transport.write_kv(request)
 
-        await _run_for_each(self._chunks(len(slots)), write)
+        await _run_for_each(_chunks(layout, len(slots)), write)
 
     async def read_kv(self, lease: Lease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the K and V of slots of a lease, all layers, `[num_layers, n, num_kv_heads, dim]` each.
@@ -229,9 +254,9 @@ class AttachedPool:
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
+        layout = self._layers()
         transport, slots = self._checked_transport(lease), _checked_slots(slots)
         _check_dense(slots)
-        layout = self.layout
         k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
         v = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.v_head_dim, dtype=layout.dtype)
 
@@ -247,36 +272,52 @@ class AttachedPool:
                 part = target[:, start:stop].view(torch.uint8).numpy()
                 part[:] = data.reshape(part.shape)
 
-        await _run_for_each(self._chunks(len(slots)), read)
+        await _run_for_each(_chunks(layout, len(slots)), read)
         return k, v
 
     def _checked_transport(self, lease: Lease) -> Transport:
         """Return the transport of an open lease of this pool's client; raise an error if its KV cannot be copied."""
-        if self._lost is not None:
-            raise type(self._lost)(*self._lost.args)
-        check_layers_alike(self.layout)
         self._client.check_lease(lease)
         return lease.transport
 
+    def _layers(self) -> PoolLayout:
+        """Return the layout of a pool whose KV can be copied: its layers are alike."""
+        self._check_alive()
+        return check_layers_alike(self.layout)
+
     def _mapped_pool(self) -> KVPool:
-        if self._lost is not None:
-            raise type(self._lost)(*self._lost.args)
+        self._check_alive()
         if self._pool is None:
             check_layers_alike(self.layout)
             raise InvalidRequest("this pool is not mapped: use `await write_kv(...)` and `await read_kv(...)`")
+        return with_layers(self._pool)
+
+    def _records(self) -> RecordPool:
+        self._check_alive()
+        if not isinstance(self.layout, RecordLayout):
+            raise InvalidRequest("this pool has layers, and no opaque records: use `k`, `v` and `state`")
+        if self._pool is None:
+            raise InvalidRequest(OPAQUE)
+        assert isinstance(self._pool, RecordPool), "a pool has the layout of its configuration"
         return self._pool
 
-    def _checked_layer(self, layer: int) -> int:
-        with suppress(Exception):  # `index` of a foreign object may raise any error
-            if 0 <= index(layer) < self.layout.num_layers:
-                return index(layer)
-        raise InvalidRequest(f"layer must be one of the pool's {self.layout.num_layers}, not {brief(layer)}")
+    def _check_alive(self) -> None:
+        """Raise a copy of the error with which the pool was lost."""
+        if self._lost is not None:
+            raise type(self._lost)(*self._lost.args)
 
-    def _chunks(self, num_slots: int) -> list[Chunk]:
-        layout = self.layout
-        values = layout.num_layers * layout.num_kv_heads * (layout.head_dim + layout.v_head_dim)  # of a slot
-        step = max(1, _CHUNK_BYTES // max(1, values * layout.dtype.itemsize))
-        return [(start, min(start + step, num_slots)) for start in range(0, num_slots, step)]
+    def _checked_layer(self, layer: int) -> int:
+        num_layers = 0 if isinstance(self.layout, RecordLayout) else self.layout.num_layers
+        with suppress(Exception):  # `index` of a foreign object may raise any error
+            if 0 <= index(layer) < num_layers:
+                return index(layer)
+        raise InvalidRequest(f"layer must be one of the pool's {num_layers}, not {brief(layer)}")
+
+
+def _chunks(layout: PoolLayout, num_slots: int) -> list[Chunk]:
+    values = layout.num_layers * layout.num_kv_heads * (layout.head_dim + layout.v_head_dim)  # those of a slot
+    step = max(1, _CHUNK_BYTES // max(1, values * layout.dtype.itemsize))
+    return [(start, min(start + step, num_slots)) for start in range(0, num_slots, step)]
 
 
 async def _run_for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awaitable[None]]) -> None:
@@ -306,7 +347,7 @@ async def _run_for_each(chunks: Iterable[Chunk], work: Callable[[int, int], Awai
         task.result()
 
 
-def map_pool(handle: PoolHandle) -> KVPool:
+def map_pool(handle: PoolHandle) -> KVPool | RecordPool:
     """Map the pool of another process.
 
     Raises:
@@ -318,7 +359,7 @@ def map_pool(handle: PoolHandle) -> KVPool:
     if node_id != handle.node_id:
         raise OSError(f"it lies on node {handle.node_id}, this is node {node_id}")
     storage = open_cuda_pool(handle) if handle.device_type == "cuda" else open_shared_pool(handle)
-    return KVPool(layout_of(handle.config), storage=storage)
+    return pool_of(layout_of(handle.config), storage=storage)
 
 
 def _checked_slots(slots: torch.Tensor) -> torch.Tensor:

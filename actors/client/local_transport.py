@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from raydix.actors.service.cache_host import CacheHost
 from raydix.actors.transport.transport import OnOutcome, Outcome
-from raydix.cache_core import KVPool
+from raydix.cache_core import KVPool, RecordPool
 from raydix.schemas import (
     CacheError,
     CloseSession,
@@ -88,7 +88,7 @@ class LocalTransport:
         self._check_open()
         return self._host.exported.handle
 
-    def local_pool(self) -> KVPool | None:
+    def local_pool(self) -> KVPool | RecordPool | None:
         return self._host.exported.pool
 
     async def read_kv(self, request: ReadKV) -> KVResponse:

@@ -43,6 +43,10 @@ _NAME_IS_TAKEN: type[Exception] = getattr(
 _given_up: ContextVar[threading.Event] = ContextVar("given_up", default=threading.Event())  # noqa: B039 -- never set
 
 
+_START_S = 60.0
+_START_S_A_GIB = 4.0
+
+
 class StartOptions(TypedDict, total=False):
     """The keyword arguments of `start_cache`."""
 
@@ -52,7 +56,7 @@ class StartOptions(TypedDict, total=False):
     lifetime: Literal["detached", "non_detached"] | None
     scheduling_strategy: Any
     max_restarts: int
-    timeout_s: float
+    timeout_s: float | None
 
 
 def start_cache(
@@ -64,7 +68,7 @@ def start_cache(
     lifetime: Literal["detached", "non_detached"] | None = None,
     scheduling_strategy: Any = None,
     max_restarts: int = -1,
-    timeout_s: float = 60,
+    timeout_s: float | None = None,
 ) -> ActorHandle[Any]:
     """Start a cache actor and wait until it is ready.
 
@@ -78,7 +82,8 @@ def start_cache(
         max_restarts: number of restarts after crashes, -1 for any number. A restarted cache is empty. Its clients go on
             with it; their old leases raise `StaleEpoch`. Use 0 for a detached cache in a placement group: Ray restarts
             such an actor forever after the group is removed.
-        timeout_s: time limit, including the wait for another cache of that name to end.
+        timeout_s: time limit, including the wait for another cache of that name to end. None: 60 s, and 4 s for each
+            GiB of the pool, which is reserved in full before the cache is ready.
 
     Raises:
         ConfigMismatch: a cache of that name runs with another configuration, or speaks another protocol.
@@ -87,16 +92,16 @@ def start_cache(
         InvalidRequest: `config` is not a CacheConfig, `timeout_s` is not a finite number of seconds, `name` is invalid,
             or Ray refuses another argument.
     """
-    from raydix.actors.transport.pool_memory import may_lie_on_gpu  # imports torch, which a look for caches needs not
 
     checked_config(config)
+    timeout_s = start_seconds(config) if timeout_s is None else timeout_s
     checked_seconds(timeout_s)
     if name is not None:
         checked_name(name)
     if not ray.is_initialized():
         ray.init()
     if num_gpus is None:
-        num_gpus = _SHARED_GPU if may_lie_on_gpu(config) and _cluster_has_gpus() else 0
+        num_gpus = _SHARED_GPU if config.pool.may_lie_on_gpu and _cluster_has_gpus() else 0
     options: dict[str, Any] = {
         "num_cpus": 0,
         "num_gpus": num_gpus,
@@ -130,6 +135,13 @@ def start_cache(
     actor, running = outcome
     _check_digest(actor, running, config, name, deadline - time.monotonic())
     return actor
+
+
+def start_seconds(config: CacheConfig) -> float:
+    """Return how long a cache may take to start: a busy machine reserves a GiB in some seconds."""
+    from raydix.actors.transport.pool_shapes import layout_of  # imports torch, which a look for caches needs not
+
+    return _START_S + _START_S_A_GIB * layout_of(config).num_bytes / 2**30
 
 
 async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]) -> ActorHandle[Any]:

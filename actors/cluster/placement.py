@@ -10,7 +10,17 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raydix.actors.cluster.deploy import NAMESPACE, StartOptions, check_handle, connect, find, find_caches, start_cache
+from raydix.actors.cluster.deploy import (
+    NAMESPACE,
+    StartOptions,
+    check_handle,
+    connect,
+    find,
+    find_caches,
+    start_cache,
+    start_seconds,
+)
+from raydix.actors.observe.node_memory import available_memory
 from raydix.actors.transport.pool_memory import gpu_uuids
 from raydix.actors.transport.ray_calls import from_ray
 from raydix.actors.transport.validation import checked_seconds
@@ -24,18 +34,19 @@ SchedulingStrategy = NodeAffinitySchedulingStrategy | PlacementGroupSchedulingSt
 
 
 def start_on_own_gpu(
-    config: CacheConfig, name: str, *, namespace: str = NAMESPACE, worker_cpus: int = 1, timeout_s: float = 60
+    config: CacheConfig, name: str, *, namespace: str = NAMESPACE, worker_cpus: int = 1, timeout_s: float | None = None
 ) -> ActorHandle[Any]:
     """Start a detached cache in a placement group with a whole GPU, which its workers share (`beside`).
 
     If a cache of that name runs with the same configuration, return its handle. `remove_placement` frees the GPU after
-    the cache has ended.
+    the cache has ended. `timeout_s` is that of `start_cache`.
 
     Raises:
         CacheUnavailable: no GPU was free, or the cache did not start in time, and all was undone. Or a cache of that
             name is shutting down.
         ConfigMismatch: a cache of that name runs with another configuration.
     """
+    timeout_s = start_seconds(config) if timeout_s is None else timeout_s
     if find(name, namespace) is not None:
         return connect(name, namespace=namespace, config=config, timeout_s=timeout_s)
     group = placement_group(
@@ -78,7 +89,7 @@ def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE, timeout
     if place is not None:
         group, bundle = place
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    return NodeAffinitySchedulingStrategy(handle.node_id, soft=False)
+    return on_node(handle.node_id)
 
 
 def nearest_cache(pattern: str, *, place: int = 0, namespace: str = NAMESPACE, timeout_s: float = 60) -> str:
@@ -118,6 +129,30 @@ def nearest_cache(pattern: str, *, place: int = 0, namespace: str = NAMESPACE, t
     cards = gpu_uuids() if any(here.values()) else []
     near = [name for name, card in here.items() if card in cards] or list(here)
     return near[place % len(near)]
+
+
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """Return the scheduling strategy that puts an actor on a node, and on no other when it is restarted."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def alive_nodes() -> dict[str, bool]:
+    """Return the ids of the cluster's nodes, each with whether it has a GPU."""
+    nodes = cast(Any, ray.nodes)()
+    return {node["NodeID"]: node["Resources"].get("GPU", 0) > 0 for node in nodes if node["Alive"]}
+
+
+def free_memory(node_id: str, *, timeout_s: float = 60) -> int:
+    """Return the bytes that a process on a node could still allocate.
+
+    Raises:
+        CacheUnavailable: the node does not answer within `timeout_s`.
+    """
+    ask: Any = cast(Any, ray.remote(available_memory)).options(num_cpus=0, scheduling_strategy=on_node(node_id))
+    try:
+        return cast(int, ray.get(ask.remote(), timeout=timeout_s))
+    except RayError as error:
+        raise from_ray(error) from error
 
 
 def remove_placement(name: str, namespace: str = NAMESPACE) -> None:

@@ -143,10 +143,12 @@ def _token_bytes(pool: Mapping[str, Any], run_len: int) -> tuple[int, str]:
         config = PoolConfig.model_validate({**pool, "num_slots": run_len, "num_swa_slots": None})
     except ValidationError:
         return 0, "the layers of the pool are not valid"
-    if not config.num_layers:
+    if not config.has_tensors:
         return 0, "the pool has no layers, so num_layers, num_kv_heads and head_dim do not give the bytes of a token"
     if pool.get("num_swa_slots") is not None or config.num_state_slots:
         return 0, "window slots and states take bytes of their own"
+    if config.format == "opaque":
+        return config.slot_bytes, ""
     item_bytes = int("".join(filter(str.isdigit, config.dtype.partition("_")[0]))) // 8
     return item_bytes * sum(heads * (k_dim + v_dim) for heads, k_dim, v_dim in config.layer_shapes), ""
 

@@ -1,10 +1,11 @@
-"""`BlockCopies`: an engine's KV caches as pages of bytes; `PoolTarget` copies blocks to a mapped pool and back."""
+"""`BlockCopies`: an engine's KV caches as records of pages; `PoolTarget` copies blocks to a mapped pool and back."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 import torch
@@ -12,19 +13,22 @@ from numpy.typing import NDArray
 
 from raydix.schemas import InvalidRequest
 
-STAMP_BYTES = 16  # of each slot, in the last layer of a pool with stamps; a page has one identity and one digest
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # torch copies no float8 by index
-_MANY_RUNS = 64  # from here on pages are copied by index, through a temporary tensor
+STAMP_BYTES = 16  # in the last segment of a slot; a page has one identity and one digest
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MANY_RUNS = 64  # more runs are copied by index, through a temporary tensor
+_TEMPORARY_BYTES = 4 * 2**20
+_STAGING_BYTES = 64 * 2**20
 
-Runs = list[tuple[int, int, int]]  # of consecutive blocks: first block, first page, number of blocks
+Runs = list[tuple[int, int, int]]  # first block, first page, number of blocks
 
 
 class BlockCopies:
-    """The KV caches of one worker, seen as pages of bytes.
+    """The KV caches of one worker, seen as records of pages.
 
     A block of a layer is `[num_kv_heads, block_size, content]`; content is a token's K and V side by side. A page is a
-    block, or one of the equal parts into which `page_size` cuts a block's tokens. The layout of the engine's tensors
-    does not matter; that of a page is always `[num_kv_heads, page_size, content]`.
+    block, or one of the equal parts into which `page_size` cuts a block's tokens. The record of a page has a segment
+    for each layer, one after the other. Inside a segment, heads and tokens lie in the order in which the engine has
+    them, so that whole blocks are contiguous on both sides.
 
     Args:
         layers: each layer's tensor, `[num_blocks, num_kv_heads, block_size, content]`, or without the heads (MLA).
@@ -32,7 +36,7 @@ class BlockCopies:
         check: stamp each saved page with its identity and the digest of its bytes, and verify both when it is loaded.
 
     Raises:
-        InvalidRequest: a tensor has another shape.
+        InvalidRequest: a tensor has another shape, or the content of a token is not contiguous.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], block_size: int, *, check: bool = False) -> None:
@@ -49,33 +53,52 @@ class BlockCopies:
 
     @property
     def slot_bytes(self) -> list[int]:
-        """Bytes of a token in each layer of a pool for these KV caches; with `check`, the stamps are the last layer."""
-        layers = [each.shape[1] * each.shape[3] * each.dtype.itemsize for each in self._blocks]
+        """Bytes of a token in each segment of a record; with `check`, the stamps are the last segment."""
+        layers = [layer.shape[1] * layer.shape[3] for layer in self._blocks]
         return [*layers, STAMP_BYTES] if self.check else layers
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block in all layers."""
-        return sum(each[0].numel() * each.dtype.itemsize for each in self._blocks)
+        return sum(layer[0].numel() for layer in self._blocks)
 
-    def attach(self, pool: Sequence[torch.Tensor], page_size: int, epoch: str = "") -> PoolTarget:
+    def attach(self, records: torch.Tensor, page_size: int, epoch: str = "") -> PoolTarget:
         """Return what copies blocks to a pool and back.
 
         Args:
-            pool: each layer's K, `[num_pages * page_size, 1, bytes]` uint8, as `AttachedPool.k`.
+            records: of the pool's pages, `[num_pages, page_size * sum(slot_bytes)]` uint8, as `AttachedPool.pages`.
             page_size: tokens of a page of the cache; a divisor of the block size.
             epoch: the life of the cache that the pool belongs to.
         """
-        in_pool = list(pool)
-        assert [layer.shape[-1] for layer in in_pool] == self.slot_bytes, "a cache that does not fit is refused"
+        sizes = [page_size * num_bytes for num_bytes in self.slot_bytes]
+        assert records.shape[1] == sum(sizes), "a cache that does not fit is refused"
         assert self._block_size % page_size == 0, (self._block_size, page_size)
-        layers = tuple(_by_page(layer, page_size) for layer in self._blocks)
-        stamps = in_pool.pop().view(-1, page_size * STAMP_BYTES) if self.check else None
-        pages = tuple(
-            ours.view(-1, page_size * ours.shape[-1]).view(theirs.dtype).view(-1, *theirs.shape[2:])
-            for ours, theirs in zip(in_pool, layers, strict=True)
+        staging = None
+        if records.device != self._blocks[0].device:
+            num_staged = max(1, _STAGING_BYTES // records.shape[1])
+            staging = self._blocks[0].new_empty((num_staged, records.shape[1]))
+        layers, pool, staged, at = [], [], [], 0
+        for blocks, num_bytes in zip(self._blocks, sizes, strict=False):
+            words = _INTEGERS[_word_bytes(blocks, at, records)]
+            layer = _by_page(blocks.view(words), page_size)
+            segment = slice(at, at + num_bytes)
+            layers.append(layer)
+            pool.append(records[:, segment].view(words).view(-1, *layer.shape[2:]))
+            if staging is not None:
+                staged.append(staging[:, segment].view(words).view(-1, *layer.shape[2:]))
+            at += num_bytes
+        return PoolTarget(
+            layers=tuple(layers),
+            pool=tuple(pool),
+            records=records,
+            page_size=page_size,
+            pages_per_block=self._block_size // page_size,
+            stamps=records[:, at:] if self.check else None,
+            staging=staging,
+            staged=tuple(staged),
+            stream=self._stream,
+            epoch=epoch,
         )
-        return PoolTarget(layers, pages, page_size, self._block_size // page_size, stamps, self._stream, epoch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,21 +108,30 @@ class PoolTarget:
     The pages of a copy are those of one life of a cache. So a copy keeps the target that it was prepared with: if the
     cache restarts before it runs, it writes into the pool of the old life, which no cache uses any more.
 
+    Each call copies with few large operations, which do not hold the interpreter. Where the pool lies on another device
+    than the KV caches, records are gathered on the engine's device, and each run of records is one transfer.
+
     Attributes:
-        layers: of the engine, `[num_blocks, pages_per_block, num_kv_heads, page_size, content]` each.
-        pool: `[num_pages, num_kv_heads, page_size, content]` of each layer.
+        layers: of the engine, `[num_blocks, pages_per_block, *segment]` each.
+        pool: the segment of each layer in all records, `[num_pages, *segment]`.
+        records: the pool's records, `[num_pages, bytes]`.
         page_size: tokens of a page.
         pages_per_block: pages in which a block is cached.
         stamps: bytes of each page's stamp, `[num_pages, bytes]`; None: pages are not stamped.
+        staging: some records on the engine's device, `[number, bytes]`; None: the pool is on the same device.
+        staged: the segment of each layer in them, `[number, *segment]`.
         stream: of the copies, where the KV caches lie on a GPU.
         epoch: the life of the cache that the pool belongs to.
     """
 
     layers: tuple[torch.Tensor, ...]
     pool: tuple[torch.Tensor, ...]
+    records: torch.Tensor
     page_size: int
     pages_per_block: int
     stamps: torch.Tensor | None
+    staging: torch.Tensor | None
+    staged: tuple[torch.Tensor, ...]
     stream: torch.cuda.Stream | None
     epoch: str
 
@@ -161,37 +193,66 @@ class PoolTarget:
         self, block_ids: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool, after: torch.cuda.Event | None
     ) -> None:
         if self.stream is None:
-            self._copy_parts(block_ids, pages, to_pool=to_pool)
+            self._copy_pages(block_ids, pages, to_pool=to_pool)
             return
         with torch.cuda.stream(self.stream):
             if after is not None:
                 self.stream.wait_event(after)
-            self._copy_parts(block_ids, pages, to_pool=to_pool)
+            self._copy_pages(block_ids, pages, to_pool=to_pool)
         self.stream.synchronize()
 
-    def _copy_parts(self, block_ids: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool) -> None:
+    def _copy_pages(self, block_ids: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool) -> None:
         step = self.pages_per_block
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        if self.staging is not None:
+            kept = np.flatnonzero(pages >= 0)
+            kept = kept[np.argsort(pages[kept], kind="stable")]  # so that records follow one another
+            for start in range(0, len(kept), len(self.staging)):
+                of_chunk = kept[start : start + len(self.staging)]
+                blocks, parts = block_ids[of_chunk // step], of_chunk % step
+                self._copy_staged(self.staging, blocks, parts, pages[of_chunk], to_pool=to_pool)
+            return
         for part in range(step):
             of_part = pages[part::step]
-            kept = of_part >= 0
-            blocks, of_part = block_ids[kept], of_part[kept]
+            is_kept = of_part >= 0
+            blocks, of_part = block_ids[is_kept], of_part[is_kept]
             if not len(blocks):
                 continue
             runs = find_runs(blocks, of_part, step)
             for layer, pool in zip(self.layers, self.pool, strict=True):
-                ours = layer[:, part]
                 if len(runs) > _MANY_RUNS:
-                    _copy_by_index(ours, pool, blocks, of_part, to_pool=to_pool)
+                    _copy_by_index(layer[:, part], pool, blocks, of_part, to_pool=to_pool)
                     continue
                 for block, page, length in runs:
-                    in_engine = ours[block : block + length]
+                    in_engine = layer[block : block + length, part]
                     in_pool = pool[page : page + (length - 1) * step + 1 : step]
-                    targets.append(in_pool if to_pool else in_engine)
-                    sources.append(in_engine if to_pool else in_pool)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                    if to_pool:
+                        in_pool.copy_(in_engine)
+                    else:
+                        in_engine.copy_(in_pool)
+
+    def _copy_staged(
+        self,
+        staging: torch.Tensor,
+        blocks: NDArray[np.int64],
+        parts: NDArray[np.int64],
+        pages: NDArray[np.int64],
+        *,
+        to_pool: bool,
+    ) -> None:
+        """Copy pages in ascending order, as many as are staged at most, between the engine and the pool."""
+        places = torch.from_numpy(blocks).to(staging.device), torch.from_numpy(parts).to(staging.device)
+        number = len(pages)
+        runs = find_runs(np.arange(number), pages, 1)
+        if to_pool:
+            for layer, staged in zip(self.layers, self.staged, strict=True):
+                staged[:number].copy_(layer[places])
+            for first, page, length in runs:
+                self.records[page : page + length].copy_(staging[first : first + length], non_blocking=True)
+            return
+        for first, page, length in runs:
+            staging[first : first + length].copy_(self.records[page : page + length], non_blocking=True)
+        for layer, staged in zip(self.layers, self.staged, strict=True):
+            layer[places] = staged[:number]
 
 
 def _digest(layers: Sequence[torch.Tensor], page: int) -> bytes:
@@ -203,18 +264,30 @@ def _digest(layers: Sequence[torch.Tensor], page: int) -> bytes:
 
 
 def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return blocks as pages, `[num_blocks, pages_per_block, ...]`: heads, tokens and content as they lie in memory."""
     num_blocks, num_heads, block_size, content = layer.shape
     by_page = layer.view(num_blocks, num_heads, block_size // page_size, page_size, content)
-    return by_page.permute(0, 2, 1, 3, 4)
+    strides = by_page.stride()
+    in_memory = sorted((1, 3, 4), key=lambda dim: -strides[dim])
+    return by_page.permute(0, 2, *in_memory)
+
+
+def _word_bytes(layer: torch.Tensor, start: int, records: torch.Tensor) -> int:
+    """Return the size of the widest integers as which both a layer and its segment of the records can be copied."""
+    places = (start, records.shape[1], layer.storage_offset(), layer.shape[3], *layer.stride()[:3], max(_INTEGERS))
+    return gcd(*places)
 
 
 def _with_heads(layer: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return a layer's blocks as bytes, `[num_blocks, num_kv_heads, block_size, bytes]`."""
     if layer.ndim == 3:
         layer = layer.unsqueeze(1)
     if layer.ndim != 4 or layer.shape[2] != block_size:
         wanted = f"[num_blocks, num_kv_heads, {block_size}, content]"
         raise InvalidRequest(f"a layer's KV cache must be {wanted}, not of shape {tuple(layer.shape)}")
-    return layer.view(_INTEGERS[layer.dtype.itemsize])
+    if layer.stride(3) != 1:
+        raise InvalidRequest(f"the content of a token must be contiguous, not of stride {layer.stride(3)}")
+    return layer.view(torch.uint8)
 
 
 class WrongPage(Exception):
@@ -234,12 +307,15 @@ def find_runs(blocks: NDArray[np.int64], pages: NDArray[np.int64], step: int) ->
 def _copy_by_index(
     layer: torch.Tensor, pool: torch.Tensor, blocks: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool
 ) -> None:
-    in_engine = torch.from_numpy(blocks).to(layer.device)
-    in_pool = torch.from_numpy(pages).to(pool.device)
-    if to_pool:
-        pool.index_copy_(0, in_pool, layer.index_select(0, in_engine).to(pool.device))
-    else:
-        layer.index_copy_(0, in_engine, pool.index_select(0, in_pool).to(layer.device))
+    """Copy blocks to pages or back, on one device, through a temporary tensor of bounded size."""
+    in_engine, in_pool = torch.from_numpy(blocks).to(layer.device), torch.from_numpy(pages).to(pool.device)
+    step = max(1, _TEMPORARY_BYTES // (layer[0].numel() * layer.itemsize))
+    for start in range(0, len(blocks), step):
+        of_engine, of_pool = in_engine[start : start + step], in_pool[start : start + step]
+        if to_pool:
+            pool.index_copy_(0, of_pool, layer.index_select(0, of_engine))
+        else:
+            layer.index_copy_(0, of_engine, pool.index_select(0, of_pool))
 
 
 def make_stamps(tokens: NDArray[np.int64], namespace: str, page_size: int, start: int, end: int) -> list[bytes]:

@@ -286,7 +286,7 @@ class WorkerSide:
         if pool is None or pool.lost or pool.epoch != request.lease.epoch:
             raise UnknownLease(f"the pool of epoch {request.lease.epoch!r} is gone")
         if self._target is None or self._target.epoch != pool.epoch:
-            self._target = self._copies.attach(pool.k, self._link.client.config.page_size, pool.epoch)
+            self._target = self._copies.attach(pool.pages, self._link.client.config.page_size, pool.epoch)
             pool.on_lost = self._drop_target
         return request.lease, self._target
 

@@ -31,7 +31,7 @@ from raydix.actors.huggingface.measure import measure_run
 from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.actors.huggingface.pooled_cache import PooledCache
 from raydix.actors.huggingface.sequence_lengths import ModelLengths
-from raydix.actors.transport.pool_memory import layout_of
+from raydix.actors.transport.pool_shapes import layers_of
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, ConfigMismatch, PoolConfig
 
@@ -315,7 +315,7 @@ class ModelCheck:
         with refusing(f"{self._model} does not run with a cache"):
             shape, self._states = measure_run(self._run_two, self._config, layers)
         config = _cache_config(shape, layers, num_tokens or self._num_tokens())
-        self._pool = KVPool(layout_of(config), self._forward.device)
+        self._pool = KVPool(layers_of(config), self._forward.device)
 
     def _run_two(self, cache: Cache) -> None:
         self._forward.logits(np.ones(2, np.int64), 0, cache, 1)

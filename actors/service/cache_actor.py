@@ -69,10 +69,10 @@ class PrefixCacheActor:
         # A process that gets this actor's handle imports this module, and needs none of these: torch takes a second.
         import torch
 
+        from raydix.actors.observe.node_memory import available_memory, total_memory
         from raydix.actors.service.cache_host import local_device
         from raydix.actors.service.unix_socket_server import UnixSocketServer
         from raydix.actors.sessions.death_watch import DeathWatch
-        from raydix.actors.transport.pool_memory import available_memory, total_memory
 
         torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
         node_id = ray.get_runtime_context().get_node_id()

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from raydix.actors.service.cache_service import CacheService
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.transport.error_map import to_cache_error
-from raydix.actors.transport.pool_memory import ExportedPool, check_layers_alike, may_lie_on_gpu
+from raydix.actors.transport.pool_memory import ExportedPool
+from raydix.actors.transport.pool_shapes import check_layers_alike, with_layers
 from raydix.actors.transport.validation import checked_message
 from raydix.cache_core import UnknownLeaseError
 from raydix.cache_core.kernels import CORE
@@ -80,9 +81,10 @@ class CacheHost:
             UnknownLease: no such open lease of that session.
             InvalidRequest: the lease does not cover all of the slots, or the pool's layers differ in shape.
         """
+        pool = with_layers(self.exported.pool)
         self._check(checked_message(ReadKV, request), private=False)
         slots = torch.from_numpy(request.slots.copy())
-        k, v = self.exported.pool.read_all(slots, self.service.core.swa_slots(slots))
+        k, v = pool.read_all(slots, self.service.core.swa_slots(slots))
         return KVResponse(k=_to_bytes(k), v=_to_bytes(v))
 
     def write_kv(self, request: WriteKV) -> None:
@@ -93,15 +95,16 @@ class CacheHost:
             InvalidRequest: the lease does not hold all of the slots privately, the sizes do not fit, or the pool's
                 layers differ in shape.
         """
+        pool = with_layers(self.exported.pool)
         self._check(checked_message(WriteKV, request), private=True)
-        layout = self.exported.layout
+        layout = pool.layout
         shape = (layout.num_layers, len(request.slots), layout.num_kv_heads)
         k = _from_bytes(request.k, (*shape, layout.head_dim), layout.dtype)
         v = _from_bytes(request.v, (*shape, layout.v_head_dim), layout.dtype)
         device = self.exported.device
         slots = torch.from_numpy(request.slots.copy())
-        self.exported.pool.write_all(slots, k.to(device), v.to(device), self.service.core.swa_slots(slots))
-        wait_for_device(self.exported.pool.storage)  # the caller may publish as soon as this returns
+        pool.write_all(slots, k.to(device), v.to(device), self.service.core.swa_slots(slots))
+        wait_for_device(pool.storage)  # the caller may publish as soon as this returns
 
     def _check(self, request: ReadKV | WriteKV, private: bool) -> None:
         check_layers_alike(self.exported.layout)
@@ -128,7 +131,7 @@ def local_device(config: CacheConfig) -> torch.device:
     """
     wanted = config.pool.device
     if wanted == "auto":
-        on_gpu = may_lie_on_gpu(config) and torch.cuda.is_available()
+        on_gpu = config.pool.may_lie_on_gpu and torch.cuda.is_available()
         return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     device = torch.device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -62,7 +62,7 @@ from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.validation import checked_message, checked_seconds
-from raydix.cache_core import KVPool, OutOfSlotsError
+from raydix.cache_core import KVPool, OutOfSlotsError, RecordPool
 from raydix.schemas import (
     AcquireRequest,
     AdoptRequest,
@@ -132,7 +132,7 @@ class CacheService:
         self,
         config: CacheConfig,
         epoch: str,
-        pool: KVPool | None = None,
+        pool: KVPool | RecordPool | None = None,
         medium: str = "CPU",
         clock: Callable[[], float] = time.monotonic,
         restarts: Restarts = NEVER_RESTARTED,

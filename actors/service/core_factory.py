@@ -14,19 +14,20 @@ from raydix.cache_core import (
     MambaPool,
     MambaRadixCache,
     RadixCache,
+    RecordPool,
     RowCache,
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.pool.content_check import ContentCheck
-from raydix.cache_core.pool.pool_checks import PoolChecks, kv_tensors
+from raydix.cache_core.pool.pool_checks import PoolChecks
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import CacheConfig
 
 
 def build_core(
-    config: CacheConfig, pool: KVPool | None, on_pressure: Callable[[], None]
+    config: CacheConfig, pool: KVPool | RecordPool | None, on_pressure: Callable[[], None]
 ) -> tuple[LeasedCache, list[PoolGauge]]:
     """Return the core of a cache, and a gauge for each of its pools, for the eviction task.
 
@@ -36,6 +37,7 @@ def build_core(
         on_pressure: called when slots run short.
     """
     if config.max_seq_len is not None:
+        assert not isinstance(pool, RecordPool), "the configuration refuses opaque pools of whole rows"
         return _build_rows(config, config.max_seq_len, pool, on_pressure)
     return _build_tree(config, pool, on_pressure)
 
@@ -53,7 +55,7 @@ def _build_rows(
         gauge.pressure_floor,
         on_pressure,
         config.leases.remembered_leases,
-        ContentCheck(kv_tensors(pool, "full"), config.page_size)
+        ContentCheck(pool.checked_tensors("full"), config.page_size)
         if pool is not None and _checks(config, pool)
         else None,
     )
@@ -61,7 +63,7 @@ def _build_rows(
 
 
 def _build_tree(
-    config: CacheConfig, kv_pool: KVPool | None, on_pressure: Callable[[], None]
+    config: CacheConfig, kv_pool: KVPool | RecordPool | None, on_pressure: Callable[[], None]
 ) -> tuple[KVCache, list[PoolGauge]]:
     pool, marks = config.pool, config.eviction
     allocator = _make_allocator(config)
@@ -94,7 +96,7 @@ def _build_tree(
     return core, gauges
 
 
-def _checks(config: CacheConfig, pool: KVPool) -> bool:
+def _checks(config: CacheConfig, pool: KVPool | RecordPool) -> bool:
     """Whether to check what the slots hold."""
     return config.validate and pool.storage.device.type == "cpu"
 
@@ -106,16 +108,13 @@ def _make_allocator(config: CacheConfig) -> TokenToKVPoolAllocator:
     return SWATokenToKVPoolAllocator(num_slots, config.pool.num_swa_slots or num_slots, page_size)
 
 
-def _make_states(config: CacheConfig, kv_pool: KVPool | None) -> MambaPool | None:
+def _make_states(config: CacheConfig, kv_pool: KVPool | RecordPool | None) -> MambaPool | None:
     """The slots of the pool's recurrent states, if the kind has any."""
     if config.kind != "mamba":
         return None
     if kv_pool is None:
         return MambaPool(config.pool.num_state_slots)
-    layers = [kv_pool.state(layer) for layer in range(config.pool.num_layers)]
-    return MambaPool(
-        config.pool.num_state_slots, layers=[tensors for tensors in layers if tensors], rows=kv_pool.state_rows()
-    )
+    return MambaPool(config.pool.num_state_slots, layers=kv_pool.state_tensors(), rows=kv_pool.state_rows())
 
 
 def _make_tree(config: CacheConfig, allocator: TokenToKVPoolAllocator, states: MambaPool | None) -> BasePrefixCache:

@@ -7,53 +7,21 @@ import mmap
 import os
 import pickle
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from raydix.actors.observe.node_memory import available_memory, table_bytes
+from raydix.actors.transport.pool_shapes import layout_of, pool_of
 from raydix.actors.transport.process_liveness import own_liveness_path
-from raydix.cache_core import KVPool, PoolLayout
-from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolHandle
+from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
+from raydix.schemas import CacheConfig, CacheUnavailable, PoolHandle
 from raydix.schemas.shown import byte_size
 
 logger = logging.getLogger(__name__)
 
-_OF_A_PAGE, _OF_A_PAGE_WITH_A_WINDOW, _OF_A_ROW, _OF_A_STATE = 12, 8, 9, 41  # bytes of the allocators' tables
-
-
-def may_lie_on_gpu(config: CacheConfig) -> bool:
-    """Return whether a pool has tensors that its configuration does not put on the CPU."""
-    return config.pool.device != "cpu" and layout_of(config).num_bytes > 0
-
-
-def layout_of(config: CacheConfig) -> PoolLayout:
-    """Return the layout that a configuration asks for."""
-    pool = config.pool
-    return PoolLayout(
-        num_slots=pool.num_slots,
-        page_size=config.page_size,
-        max_seq_len=config.max_seq_len,
-        num_layers=pool.num_layers,
-        num_kv_heads=pool.num_kv_heads,
-        head_dim=pool.head_dim,
-        v_head_dim=pool.head_dim if pool.v_head_dim is None else pool.v_head_dim,
-        dtype=getattr(torch, pool.dtype),
-        layer_kinds=pool.layer_kinds,
-        num_swa_slots=pool.num_swa_slots or (pool.num_slots if config.sliding_window_size else 0),
-        num_state_slots=pool.num_state_slots,
-        state_shapes=pool.state_shapes,
-        kv_shapes=pool.kv_shapes,
-    )
-
-
-def check_layers_alike(layout: PoolLayout) -> None:
-    """Raise InvalidRequest unless all layers keep K and V of one shape, as copies of all layers together need."""
-    if difference := layout.difference:
-        raise InvalidRequest(
-            f"this pool's layers differ: {difference}. read_kv and write_kv copy layers that are alike: map the pool "
-            "(attach_pool(mapped=True), on the node or card of the cache), and use write and gather, layer by layer"
-        )
+_RESERVING_THREADS = 8  # one thread reserves 1 to 8 GB a second, and a busy machine a tenth of that
+_RESERVED_BYTES = 256 * 2**20  # by one call
 
 
 class ExportedPool:
@@ -74,11 +42,11 @@ class ExportedPool:
         self.device = device
         self._fd: int | None = None
         if sys.platform == "linux":
-            _check_room(_index_bytes(config) + (self.layout.num_bytes if device.type == "cpu" else 0))
+            _check_room(table_bytes(config) + (self.layout.num_bytes if device.type == "cpu" else 0))
         if device.type == "cuda" or not share or sys.platform != "linux":
             self.pool = _own_pool(self.layout, device)
         else:
-            self.pool = KVPool(self.layout, storage=self._shared_storage(epoch))
+            self.pool = pool_of(self.layout, storage=self._shared_storage(epoch))
         self.handle = self._make_handle(config, epoch, node_id, share)
 
     def _shared_storage(self, epoch: str) -> torch.Tensor:
@@ -87,7 +55,7 @@ class ExportedPool:
             return torch.empty(0, dtype=torch.uint8)
         self._fd = os.memfd_create(f"raydix-{epoch}", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self._fd, 0, num_bytes)
+            _reserve(self._fd, num_bytes)
             return map_shared_file(f"/proc/self/fd/{self._fd}", num_bytes)
         except OSError as error:
             os.close(self._fd)
@@ -113,9 +81,27 @@ class ExportedPool:
         )
 
 
-def _own_pool(layout: PoolLayout, device: torch.device) -> KVPool:
+def _reserve(fd: int, num_bytes: int) -> None:
+    """Reserve the memory of a file, in parallel ranges.
+
+    Raises:
+        OSError: there is too little; closing the file gives back the ranges that were reserved.
+    """
+    starts = range(0, num_bytes, _RESERVED_BYTES)
+    with ThreadPoolExecutor(_RESERVING_THREADS, "raydix-reserve") as threads:
+        ranges = [
+            threads.submit(os.posix_fallocate, fd, start, min(_RESERVED_BYTES, num_bytes - start)) for start in starts
+        ]
+        try:
+            for reserved in ranges:
+                reserved.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+def _own_pool(layout: PoolLayout | RecordLayout, device: torch.device) -> KVPool | RecordPool:
     try:
-        return KVPool(layout, device)
+        return pool_of(layout, device)
     except RuntimeError as error:
         needed = byte_size(layout.num_bytes)
         said = str(error).strip().splitlines()[0]
@@ -156,50 +142,6 @@ def open_shared_pool(handle: PoolHandle) -> torch.Tensor:
         return map_shared_file(f"/proc/self/fd/{fd}", handle.num_bytes)
     finally:
         os.close(fd)
-
-
-def available_memory() -> int:
-    """Return the bytes that this process could still allocate, within the limit of its control group."""
-    available = _fields("/proc/meminfo")["MemAvailable"] * 1024
-    for group, limit, usage in _limits():
-        stat = _fields(str(group / "memory.stat"))
-        file_cache = stat.get("inactive_file", 0) + stat.get("active_file", 0)  # given back on demand
-        available = min(available, limit - int((group / usage).read_text()) + file_cache)
-    return available
-
-
-def total_memory() -> int:
-    """Return the bytes of this node, or the limit of this process's control group if that is lower."""
-    return min([_fields("/proc/meminfo")["MemTotal"] * 1024, *(limit for _, limit, _ in _limits())])
-
-
-def _limits() -> Iterator[tuple[Path, int, str]]:
-    """Yield the folder of each control group with a limit, the limit in bytes, and the name of the file of its use."""
-    for folder, limit, usage in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        group = Path(folder)
-        if (group / limit).is_file() and (text := (group / limit).read_text().strip()).isdigit():
-            yield group, int(text), usage
-
-
-def _fields(path: str) -> dict[str, int]:
-    """Return the first number of each line of a file of names and numbers, by name."""
-    rows = (line.replace(":", " ").split() for line in Path(path).read_text().splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-
-
-def _index_bytes(config: CacheConfig) -> int:
-    """Return the bytes of the allocators' tables; the tree takes more as it grows."""
-    pool, num_runs = config.pool, config.pool.num_slots // config.run_len
-    if config.kind == "slots":
-        return _OF_A_ROW * num_runs
-    needed = _OF_A_PAGE * num_runs + _OF_A_STATE * pool.num_state_slots
-    if config.sliding_window_size is not None:
-        window_pages = (pool.num_swa_slots or pool.num_slots) // config.page_size
-        needed += _OF_A_PAGE_WITH_A_WINDOW * num_runs + _OF_A_PAGE * window_pages
-    return needed
 
 
 def _check_room(needed: int) -> None:

@@ -25,7 +25,7 @@ from raydix.actors.transport.ray_calls import RETRY_AFTER_S, call, from_ray, whe
 from raydix.actors.transport.transport import OnOutcome, Outcome
 from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, UnixSocketClient
 from raydix.actors.transport.validation import checked_response
-from raydix.cache_core import KVPool
+from raydix.cache_core import KVPool, RecordPool
 from raydix.schemas import (
     AbortRequest,
     Batch,
@@ -307,7 +307,7 @@ class RayTransport:
         handle: PoolHandle = await self._call(self._actor.pool_handle)
         return handle
 
-    def local_pool(self) -> KVPool | None:
+    def local_pool(self) -> KVPool | RecordPool | None:
         return None
 
     async def read_kv(self, request: ReadKV) -> KVResponse:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from raydix.cache_core import KVPool
+from raydix.cache_core import KVPool, RecordPool
 from raydix.schemas import (
     CacheError,
     KVEventBatch,
@@ -64,7 +64,7 @@ class Transport(Protocol):
     async def pool_handle(self) -> PoolHandle:
         """Return how to reach the pool."""
 
-    def local_pool(self) -> KVPool | None:
+    def local_pool(self) -> KVPool | RecordPool | None:
         """Return the pool itself, if it is in this process."""
 
     async def read_kv(self, request: ReadKV) -> KVResponse:

@@ -52,6 +52,22 @@ class KVPool:
         """Return the tensors of a state layer, `[num_state_slots + 1, *shape]` each; empty for other layers."""
         return self._states[layer]
 
+    def state_tensors(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return the tensors of each state layer."""
+        return [tensors for tensors in self._states if tensors]
+
+    def checked_tensors(self, kind: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of a kind ("full", "swa" or "state") by their names in errors, `[slots, ...]` each."""
+        layers = [layer for layer in range(self.layout.num_layers) if self.layout.kind(layer) == kind]
+        if kind == "state":
+            return {
+                f"state tensor {number} of layer {layer}": tensor
+                for layer in layers
+                for number, tensor in enumerate(self.state(layer))
+            }
+        halves = (("K", self.k), ("V", self.v))
+        return {f"{name} of layer {layer}": tensors[layer] for layer in layers for name, tensors in halves}
+
     def state_rows(self) -> torch.Tensor:
         """Return the states of all layers, `[num_state_slots + 1, bytes]` uint8, as a view of the pool."""
         return self.layout.state_rows(self.storage)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.cache_core.pool.kv_pool import KVPool
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
+from raydix.cache_core.pool.record_pool import RecordPool
 from raydix.cache_core.tree.packed_slots import Starts
 
 
@@ -24,12 +24,14 @@ class PoolChecks:
         states: the state slots of the pool, or None; its `on_free` is set.
     """
 
-    def __init__(self, pool: KVPool, allocator: TokenToKVPoolAllocator, states: MambaPool | None = None) -> None:
+    def __init__(
+        self, pool: KVPool | RecordPool, allocator: TokenToKVPoolAllocator, states: MambaPool | None = None
+    ) -> None:
         page = allocator.page_size
         self._allocator = allocator
-        self.kv = ContentCheck(kv_tensors(pool, "full"), page)
-        self.window = ContentCheck(kv_tensors(pool, "swa"), page, "window slot")
-        self.states = ContentCheck(_state_tensors(pool), 1, "state slot")
+        self.kv = ContentCheck(pool.checked_tensors("full"), page)
+        self.window = ContentCheck(pool.checked_tensors("swa"), page, "window slot")
+        self.states = ContentCheck(pool.checked_tensors("state"), 1, "state slot")
         allocator.on_free = self.kv.poison
         self.kv.poison(allocator.free_starts())
         if allocator.swa is not None:
@@ -52,16 +54,3 @@ class PoolChecks:
     def _halves(self, starts: Starts) -> Starts:
         halves = self._allocator.swa_starts(starts)
         return halves[halves > 0]
-
-
-def kv_tensors(pool: KVPool, kind: str) -> dict[str, torch.Tensor]:
-    """Return the K and V of each layer of a kind, by their names in errors."""
-    layers = [layer for layer in range(pool.layout.num_layers) if pool.layout.kind(layer) == kind]
-    halves = (("K", pool.k), ("V", pool.v))
-    return {f"{name} of layer {layer}": tensors[layer] for layer in layers for name, tensors in halves}
-
-
-def _state_tensors(pool: KVPool) -> dict[str, torch.Tensor]:
-    layers = range(pool.layout.num_layers)
-    named = ((f"state tensor {i} of layer {layer}", t) for layer in layers for i, t in enumerate(pool.state(layer)))
-    return dict(named)

@@ -33,7 +33,7 @@ _LONG = 400_000_000  # cycles of a GPU: a fifth of a second
 def test_a_save_waits_for_the_forward_pass_before_it() -> None:
     layers = [torch.zeros(NUM_BLOCKS, 2, BLOCK, 64, device="cuda") for _ in range(4)]
     copies = BlockCopies(layers, BLOCK)
-    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    pool = make_pool(copies, BLOCK)
     target = copies.attach(pool, BLOCK)
     blocks = np.arange(NUM_BLOCKS)
 
@@ -56,7 +56,7 @@ def test_a_save_waits_for_the_forward_pass_before_it() -> None:
 def test_a_load_waits_for_the_forward_pass_before_it_and_one_behind_it_sees_the_load() -> None:
     layers = [torch.full((NUM_BLOCKS, 2, BLOCK, 64), 3.0, device="cuda") for _ in range(4)]
     copies = BlockCopies(layers, BLOCK)
-    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    pool = make_pool(copies, BLOCK)
     target = copies.attach(pool, BLOCK)
     for each in target.pool:
         each.view(torch.float32).fill_(5)

@@ -18,6 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from raydix.schemas import InvalidRequest
 from raydix.schemas.shown import brief
 
@@ -130,7 +132,7 @@ def read_in_own_process(options: EngineOptions) -> list[EngineKV]:
         answer = json.loads(result.read_text())
     if "refused" in answer:
         raise InvalidRequest(answer["refused"])
-    return [EngineKV(**{**each, "slot_bytes": tuple(each["slot_bytes"])}) for each in answer["kv"]]
+    return TypeAdapter(list[EngineKV]).validate_python(answer["kv"])
 
 
 def read_engine_kv(options: EngineOptions) -> list[EngineKV]:
@@ -221,10 +223,12 @@ def _take_place_of_rank_0(num_ranks: int) -> None:
 
 
 def _main(result: str, options: str) -> None:
+    from raydix.actors.engines.engine_kv import EngineKV
+
     given = json.loads(options)
     try:
         kvs = read_engine_kv(EngineOptions(**{**given, "more": tuple(given["more"])}))
-        answer: dict[str, Any] = {"kv": [asdict(each) for each in kvs]}
+        answer: dict[str, Any] = {"kv": TypeAdapter(list[EngineKV]).dump_python(kvs, mode="json")}
     except InvalidRequest as error:
         answer = {"refused": str(error)}
     Path(result).write_text(json.dumps(answer))

@@ -334,7 +334,8 @@ class RaydixConnector(KVConnectorBase_V1):
         self._start_links()
         link, kv = self._links[0], self._kv
         copies = BlockCopies(layers, kv.block_size, check=self.settings.check)
-        assert tuple(copies.slot_bytes[: len(kv.slot_bytes)]) == kv.slot_bytes, (copies.slot_bytes, kv.slot_bytes)
+        needed = [segment.bytes for segment in kv.segments]
+        assert copies.slot_bytes[: len(needed)] == needed, (copies.slot_bytes, needed)
         self.worker = WorkerSide(
             self.settings,
             self._rank,

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from raydix.actors.engines.engine_kv import EngineKV
+from raydix.actors.engines.engine_kv import EngineKV, segments_of
 from raydix.schemas import InvalidRequest
+from raydix.schemas.segment import ITEM_BYTES
 
 _SERVED = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
 
@@ -40,7 +41,7 @@ def describe_vllm(vllm_config: Any, kv_cache_config: Any, rank: int) -> EngineKV
             "--disable-hybrid-kv-cache-manager, or without RaydixConnector"
         )
     block_size = groups[0].kv_cache_spec.block_size
-    slot_bytes = tuple(specs[layer].unpadded_page_size_bytes // block_size for layer in groups[0].layer_names)
+    segments = segments_of(_part_of(layer, specs[layer], block_size) for layer in groups[0].layer_names)
     first = next(iter(specs.values()))
     fields = {
         "engine": f"vllm {_version()}",
@@ -51,12 +52,23 @@ def describe_vllm(vllm_config: Any, kv_cache_config: Any, rank: int) -> EngineKV
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": block_size,
         "layout": str(kv_cache_config.kv_cache_layout),
-        "layers": hashlib.sha256(repr([groups[0].layer_names, slot_bytes]).encode()).hexdigest()[:16],
+        "layers": hashlib.sha256(repr([(segment.name, segment.bytes) for segment in segments]).encode()).hexdigest()[
+            :16
+        ],
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "rank": rank,
     }
     keeps_blocks = type(first).__name__ != "SlidingWindowSpec"
-    return EngineKV(block_size, slot_bytes, fields, keeps_blocks, bool(cache.enable_prefix_caching))
+    return EngineKV(block_size, segments, fields, keeps_blocks, bool(cache.enable_prefix_caching))
+
+
+def _part_of(layer: str, spec: Any, block_size: int) -> tuple[str, str, tuple[int, ...]]:
+    """Return the name, the dtype and the shape of a token's KV in a layer: heads, and K and V side by side."""
+    num_bytes = spec.unpadded_page_size_bytes // block_size
+    dtype, num_heads = str(spec.dtype).removeprefix("torch."), getattr(spec, "num_kv_heads", 1)
+    if dtype not in ITEM_BYTES or num_bytes % (num_heads * ITEM_BYTES[dtype]):
+        return layer, "uint8", (num_bytes,)
+    return layer, dtype, (num_heads, num_bytes // num_heads // ITEM_BYTES[dtype])
 
 
 def check_parallel(vllm_config: Any) -> None:

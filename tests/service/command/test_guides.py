@@ -60,7 +60,8 @@ PRINTED = {  # the output that a guide's comments promise
 
 @pytest.fixture
 def workplace(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Change to a folder with a trace, and check that no cache is left."""
+    """Change to a folder with a trace, and check that no cache is left. No heading of a table is cut into lines."""
+    monkeypatch.setenv("COLUMNS", "160")
     write_trace(tmp_path)
     monkeypatch.chdir(tmp_path)
     yield

@@ -292,7 +292,7 @@ def test_a_lease_whose_worker_is_not_connected_ends_once_it_is(make_caches: Make
 def test_a_cache_that_does_not_fit_is_refused_with_the_fields_that_differ(make_caches: MakeCaches) -> None:
     with pytest.raises(ConfigMismatch, match="page_size is 12, not 16 or a divisor of it"):
         make_caches(page_size=12, num_tokens=1200).make_engine()
-    with pytest.raises(ConfigMismatch, match=r"pool\.num_layers is 2, not 3"):
+    with pytest.raises(ConfigMismatch, match=r"segment 2 of a record is missing, not stamps"):
         make_caches(check=False).make_engine(check=True)
 
 

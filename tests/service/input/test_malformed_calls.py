@@ -396,7 +396,7 @@ ON_RAY: dict[str, tuple[Callable[[Any, Any], Any], set[str]]] = {  # with the va
     "start_cache(lifetime)": (lambda cache, bad: start_cache(CONFIG, lifetime=bad), {"None"}),
     "start_cache(scheduling_strategy)": (lambda cache, bad: start_cache(CONFIG, scheduling_strategy=bad), {"None"}),
     "start_cache(max_restarts)": (lambda cache, bad: start_cache(CONFIG, max_restarts=bad), {"True", "a negative int"}),
-    "start_cache(timeout_s)": (lambda cache, bad: start_cache(CONFIG, timeout_s=bad), {"a fraction"}),
+    "start_cache(timeout_s)": (lambda cache, bad: start_cache(CONFIG, timeout_s=bad), {"None", "a fraction"}),
     "connect(name)": (lambda cache, bad: connect(bad), {"a str", "a Text"}),
     "connect(namespace)": (lambda cache, bad: connect("n", namespace=bad), TEXTS),
     "connect(config)": (lambda cache, bad: connect("n", config=bad), {"None"}),

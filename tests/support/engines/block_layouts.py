@@ -57,9 +57,9 @@ def padded(dtype: torch.dtype) -> list[torch.Tensor]:
 LAYOUTS = [heads_first, tokens_first, blocks_outermost, latent, padded]
 
 
-def make_pool(copies: BlockCopies, num_tokens: int) -> list[torch.Tensor]:
-    """The K of each layer of a pool, with a page for padding at its end."""
-    return [random_bytes(num_tokens + BLOCK, 1, each) for each in copies.slot_bytes]
+def make_pool(copies: BlockCopies, page_size: int) -> torch.Tensor:
+    """The records of the pages of `NUM_BLOCKS` blocks, and of one more."""
+    return random_bytes(NUM_BLOCKS * BLOCK // page_size + 1, page_size * sum(copies.slot_bytes))
 
 
 def as_bytes(values: torch.Tensor) -> bytes:
@@ -72,16 +72,29 @@ def parts_of(layer: torch.Tensor, block: int, step: int) -> list[torch.Tensor]:
     return list(of_block.split(BLOCK // step, dim=1))
 
 
+def in_logical_order(segment: torch.Tensor, layer: torch.Tensor, page_size: int) -> bytes:
+    """The bytes of a page's segment, which lies as the engine's block does, as those of `[heads, tokens, content]`."""
+    heads = 1 if layer.ndim == 3 else layer.shape[1]
+    if layer.ndim == 4 and layer.stride(2) > layer.stride(1):
+        segment = segment.view(page_size, heads, -1).permute(1, 0, 2)
+    return as_bytes(segment)
+
+
 class Naive:
     """What a pool and the engine's blocks must hold."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], pool: Sequence[torch.Tensor], page_size: int) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], pool: torch.Tensor, page_size: int) -> None:
         self.step = BLOCK // page_size
         self.blocks = [
             [[as_bytes(part) for part in parts_of(layer, block, self.step)] for block in range(NUM_BLOCKS)]
             for layer in (each.cpu() for each in layers)
         ]
-        self.pages = [[as_bytes(part) for part in each.split(page_size)] for each in pool[: len(layers)]]
+        self.pages = []
+        start = 0
+        for layer in layers:
+            end = start + parts_of(layer, 0, self.step)[0].nbytes
+            self.pages.append([in_logical_order(record[start:end], layer, page_size) for record in pool])
+            start = end
 
     def save(self, blocks: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
         for of_blocks, of_pages in zip(self.blocks, self.pages, strict=True):
@@ -96,7 +109,7 @@ class Naive:
                     of_blocks[blocks[at // self.step]][at % self.step] = of_pages[page]
 
 
-def check_equal(layers: Sequence[torch.Tensor], pool: Sequence[torch.Tensor], page_size: int, naive: Naive) -> None:
+def check_equal(layers: Sequence[torch.Tensor], pool: torch.Tensor, page_size: int, naive: Naive) -> None:
     now = Naive(layers, pool, page_size)
     assert now.blocks == naive.blocks
     assert now.pages == naive.pages
@@ -127,10 +140,10 @@ def check_random_copies(
     with device:
         layers = make(dtype)
     copies = BlockCopies(layers, BLOCK)
-    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    pool = make_pool(copies, page_size)
     target = copies.attach(pool, page_size)
     naive = Naive(layers, pool, page_size)
-    assert (layers[0].device.type, pool[0].device.type) == (device.type, "cpu")
+    assert (layers[0].device.type, pool.device.type) == (device.type, "cpu")
     for number in range(8):
         blocks, pages = draw(rng, BLOCK // page_size, rng.choice(["runs", "fragments"]))
         patch.setattr(block_copies, "_MANY_RUNS", rng.choice([1, 4, 64]))

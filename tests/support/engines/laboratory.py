@@ -15,8 +15,8 @@ from support.waiting import wait_until
 
 from raydix.actors import PrefixCacheClient, start_cache
 from raydix.actors.client.prefix_cache_client import SyncClient
-from raydix.actors.engines.engine_kv import EngineKV
-from raydix.schemas import CacheConfig, CacheStats
+from raydix.actors.engines.block_copies import STAMP_BYTES
+from raydix.schemas import CacheConfig, CacheStats, PoolConfig
 
 BLOCK = 32
 PATIENT = {"lookup_timeout_ms": 60_000.0, "load_timeout_ms": 60_000.0}  # other programs may use the machine
@@ -62,7 +62,8 @@ class Laboratory:
     ) -> str:
         """Start a cache for layers of so many bytes a token; return its name."""
         name = name or f"kv-{uuid4().hex[:8]}"
-        pool = EngineKV(page_size, layers, {}).pool_config(num_tokens, check=check, device="cpu")
+        slot_bytes = sum(layers) + (STAMP_BYTES if check else 0)
+        pool = PoolConfig(num_slots=num_tokens, format="opaque", slot_bytes=slot_bytes, device="cpu")
         self.caches[name] = start_cache(CacheConfig(page_size=page_size, pool=pool), name=name)
         return name
 

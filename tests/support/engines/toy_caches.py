@@ -13,7 +13,7 @@ from raydix.schemas import CacheConfig, CacheStats, LeaseConfig
 
 
 def toy_config(num_tokens: int = 4096, *, check: bool = True, page_size: int = BLOCK) -> CacheConfig:
-    pool = toy_kv().pool_config(num_tokens, check=check, device="cpu")
+    pool = toy_kv().pool_config(num_tokens, check=check)
     return CacheConfig(page_size=page_size, pool=pool, leases=LeaseConfig(), validate=True)
 
 

@@ -16,7 +16,7 @@ from raydix.actors import PrefixCacheClient
 from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.engines.block_copies import BlockCopies
 from raydix.actors.engines.cache_link import CacheLink, close_links
-from raydix.actors.engines.engine_kv import EngineKV
+from raydix.actors.engines.engine_kv import EngineKV, segments_of
 from raydix.actors.engines.scheduler_side import ScheduledRequest, SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import StepReport
@@ -26,13 +26,13 @@ from raydix.schemas.engine_namespace import CacheNamespace
 
 BLOCK = 16
 NUM_LAYERS, NUM_HEADS, CONTENT = 2, 2, 4
-SLOT_BYTES = NUM_HEADS * CONTENT * 4
 _START_S = 30.0
 
 
 def toy_kv(rank: int = 0, *, keeps_blocks: bool = True) -> EngineKV:
     fields = {"model": "toy", "rank": rank}
-    return EngineKV(BLOCK, (SLOT_BYTES,) * NUM_LAYERS, fields, keeps_blocks)
+    layers = ((f"layer {number}", "float32", (NUM_HEADS, CONTENT)) for number in range(NUM_LAYERS))
+    return EngineKV(BLOCK, segments_of(layers), fields, keeps_blocks)
 
 
 def kv_of(tokens: Sequence[int], seed: int) -> torch.Tensor:

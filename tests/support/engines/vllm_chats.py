@@ -20,8 +20,7 @@ import ray
 from support.documents import ROOT
 
 from raydix.actors import connect
-from raydix.actors.engines.engine_kv import EngineKV
-from raydix.schemas import CacheConfig, CacheStats
+from raydix.schemas import CacheConfig, CacheStats, PoolConfig
 
 BLOCK, LAYERS, HIDDEN = 32, 8, 512
 KV_HEADS, HEAD_DIM, FLOAT32 = HIDDEN // 64, 32, 4
@@ -66,8 +65,9 @@ def make_model(parent: Path) -> Path:
 
 def cache_config(**fields: Any) -> CacheConfig:
     """Return the configuration of a cache that fits the model."""
-    kv = EngineKV(BLOCK, (KV_HEADS * 2 * HEAD_DIM * FLOAT32,) * LAYERS, {})
-    return CacheConfig(page_size=BLOCK, pool=kv.pool_config(16_384, device="cpu"), **fields)
+    slot_bytes = KV_HEADS * 2 * HEAD_DIM * FLOAT32 * LAYERS
+    pool = PoolConfig(num_slots=16_384, format="opaque", slot_bytes=slot_bytes, device="cpu")
+    return CacheConfig(page_size=BLOCK, pool=pool, **fields)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from raydix.actors import LocalPrefixCache
 from raydix.actors.client import attached_pool
 from raydix.actors.client.attached_pool import AttachedPool
 from raydix.actors.transport import pool_memory
-from raydix.actors.transport.pool_memory import ExportedPool, layout_of, open_cuda_pool, open_shared_pool
+from raydix.actors.transport.pool_memory import ExportedPool, open_cuda_pool, open_shared_pool
+from raydix.actors.transport.pool_shapes import layout_of
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig, PoolHandle
 

@@ -14,7 +14,6 @@ from support.engines.block_layouts import (
     BLOCK,
     DTYPES,
     LAYOUTS,
-    NUM_BLOCKS,
     Make,
     Naive,
     as_bytes,
@@ -45,7 +44,7 @@ def test_a_save_and_a_load_move_the_bytes_of_blocks_to_others(make: Make) -> Non
     torch.manual_seed(1)
     layers = make(torch.bfloat16)
     copies = BlockCopies(layers, BLOCK)
-    target = copies.attach(make_pool(copies, NUM_BLOCKS * BLOCK), BLOCK // 4)
+    target = copies.attach(make_pool(copies, BLOCK // 4), BLOCK // 4)
     pages = np.asarray([8, 9, 10, 11, 3, 2, 1, 0], np.int64)
 
     target.save(np.asarray([1, 7], np.int64), pages)
@@ -71,7 +70,7 @@ def test_layers_are_measured_and_checked() -> None:
 def test_no_pages_or_negative_ones_alone_copy_nothing() -> None:
     layers = heads_first(torch.float32)
     copies = BlockCopies(layers, BLOCK)
-    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    pool = make_pool(copies, BLOCK)
     target = copies.attach(pool, BLOCK)
     naive = Naive(layers, pool, BLOCK)
     nothing = np.empty(0, np.int64)
@@ -95,17 +94,17 @@ def test_runs_cover_all_blocks_in_order() -> None:
 
 
 @pytest.fixture(params=[BLOCK, BLOCK // 2])
-def stamped(request: Any) -> tuple[PoolTarget, list[torch.Tensor], list[torch.Tensor], int]:
+def stamped(request: Any) -> tuple[PoolTarget, list[torch.Tensor], torch.Tensor, int]:
     """A target with stamps, the layers, and the pool."""
     torch.manual_seed(2)
     layers = tokens_first(torch.bfloat16)
     copies = BlockCopies(layers, BLOCK, check=True)
-    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    pool = make_pool(copies, request.param)
     target = copies.attach(pool, request.param)
     return target, layers, pool, request.param
 
 
-Stamped = tuple[PoolTarget, list[torch.Tensor], list[torch.Tensor], int]
+Stamped = tuple[PoolTarget, list[torch.Tensor], torch.Tensor, int]
 
 
 def test_a_loaded_page_is_that_of_its_stamp_and_has_its_bytes(stamped: Stamped) -> None:
@@ -124,7 +123,7 @@ def test_a_loaded_page_is_that_of_its_stamp_and_has_its_bytes(stamped: Stamped) 
         target.load(pages, blocks + 10, other)
     with pytest.raises(WrongPage, match="other tokens"):
         target.load(np.roll(pages, 1), blocks + 10, stamps)
-    pool[1][int(pages[-1]) * page_size, 0, 0] ^= 1
+    pool[int(pages[-1]), page_size * 24] ^= 1
     with pytest.raises(WrongPage, match="other bytes"):
         target.load(pages, blocks + 10, stamps)
     pages[-1] = -1  # a page that is not loaded is not verified
@@ -170,7 +169,7 @@ def test_stamps_depend_on_all_tokens_before_and_on_the_namespace() -> None:
 def test_a_run_that_takes_one_page_for_another_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = heads_first(torch.float32)
     copies = BlockCopies(layers, BLOCK)
-    pool = make_pool(copies, NUM_BLOCKS * BLOCK)
+    pool = make_pool(copies, BLOCK)
     target = copies.attach(pool, BLOCK)
     naive = Naive(layers, pool, BLOCK)
     monkeypatch.setattr(block_copies, "find_runs", lambda blocks, pages, _: [(blocks[0], pages[0], len(blocks))])

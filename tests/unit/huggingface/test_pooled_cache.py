@@ -24,7 +24,7 @@ from raydix.actors.huggingface.measure import measure
 from raydix.actors.huggingface.model_config import cache_config_for, pool_config_for
 from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.actors.huggingface.pooled_cache import PooledCache
-from raydix.actors.transport.pool_memory import layout_of
+from raydix.actors.transport.pool_shapes import layout_of
 from raydix.cache_core import KVPool
 from raydix.cache_core.pool.pool_layout import PoolLayout
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest

@@ -14,6 +14,7 @@ from raydix.schemas import (
     LeaseConfig,
     MetricsConfig,
     PoolConfig,
+    Segment,
     TenantConfig,
 )
 from raydix.schemas.protocol import PROTOCOL
@@ -273,6 +274,7 @@ def test_a_digest_is_short_text() -> None:
     assert int(CONFIG.digest(), 16) >= 0
 
 
+SEGMENT = Segment(name="layer 0", layer=0, dtype="uint8", shape=(3,), bytes=3, offset=0)
 CHANGES: dict[str, dict[str, Any]] = {
     "": {
         "kind": "chunk",
@@ -291,6 +293,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "pool": {
         "num_slots": 128,
+        "format": "opaque",
+        "slot_bytes": 3,
+        "swa_slot_bytes": 3,
+        "state_bytes": 3,
+        "segments": (SEGMENT,),
+        "swa_segments": (SEGMENT,),
+        "state_segments": (SEGMENT,),
         "num_layers": 1,
         "num_kv_heads": 1,
         "head_dim": 8,
@@ -368,6 +377,13 @@ DEFAULTS: dict[int, dict[type[BaseModel], dict[str, Any]]] = {
             "fingerprint": "",
         },
         PoolConfig: {
+            "format": "layers",
+            "slot_bytes": 0,
+            "swa_slot_bytes": 0,
+            "state_bytes": 0,
+            "segments": (),
+            "swa_segments": (),
+            "state_segments": (),
             "num_layers": 0,
             "num_kv_heads": 0,
             "head_dim": 0,
@@ -396,7 +412,7 @@ DEFAULTS: dict[int, dict[type[BaseModel], dict[str, Any]]] = {
 }
 
 
-DEFAULTS[2] = DEFAULTS[3] = DEFAULTS[1]
+DEFAULTS[2] = DEFAULTS[3] = DEFAULTS[4] = DEFAULTS[1]
 
 
 def test_a_default_that_changes_gets_a_new_protocol_number() -> None:

@@ -1,0 +1,88 @@
+"""The layout of the pool that a configuration asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
+from raydix.schemas import CacheConfig, InvalidRequest
+
+OPAQUE = (
+    "this pool keeps opaque records (PoolConfig.format), and the slots of a record cannot be addressed singly: map the "
+    "pool (attach_pool(mapped=True)), and use `pages`, `windows` and `states`"
+)
+
+
+def layout_of(config: CacheConfig) -> PoolLayout | RecordLayout:
+    """Return the layout that a configuration asks for."""
+    return records_of(config) if config.pool.format == "opaque" else layers_of(config)
+
+
+def records_of(config: CacheConfig) -> RecordLayout:
+    """Return the layout of an opaque pool."""
+    pool = config.pool
+    return RecordLayout(
+        num_slots=pool.num_slots,
+        page_size=config.page_size,
+        slot_bytes=pool.slot_bytes,
+        num_swa_slots=_num_swa_slots(config),
+        swa_slot_bytes=pool.swa_slot_bytes,
+        num_state_slots=pool.num_state_slots,
+        state_bytes=pool.state_bytes,
+    )
+
+
+def layers_of(config: CacheConfig) -> PoolLayout:
+    """Return the layout of a pool with layers."""
+    pool = config.pool
+    return PoolLayout(
+        num_slots=pool.num_slots,
+        page_size=config.page_size,
+        max_seq_len=config.max_seq_len,
+        num_layers=pool.num_layers,
+        num_kv_heads=pool.num_kv_heads,
+        head_dim=pool.head_dim,
+        v_head_dim=pool.head_dim if pool.v_head_dim is None else pool.v_head_dim,
+        dtype=getattr(torch, pool.dtype),
+        layer_kinds=pool.layer_kinds,
+        num_swa_slots=_num_swa_slots(config),
+        num_state_slots=pool.num_state_slots,
+        state_shapes=pool.state_shapes,
+        kv_shapes=pool.kv_shapes,
+    )
+
+
+def _num_swa_slots(config: CacheConfig) -> int:
+    return config.pool.num_swa_slots or (config.pool.num_slots if config.sliding_window_size else 0)
+
+
+def pool_of(
+    layout: PoolLayout | RecordLayout, device: torch.device | str = "cpu", storage: torch.Tensor | None = None
+) -> KVPool | RecordPool:
+    """Return a pool of this layout, in new memory of a device or in `storage`."""
+    if isinstance(layout, RecordLayout):
+        return RecordPool(layout, device, storage)
+    return KVPool(layout, device, storage)
+
+
+def with_layers(pool: KVPool | RecordPool) -> KVPool:
+    """Return a pool with layers; raise InvalidRequest for an opaque one."""
+    if isinstance(pool, RecordPool):
+        raise InvalidRequest(OPAQUE)
+    return pool
+
+
+def check_layers_alike(layout: PoolLayout | RecordLayout) -> PoolLayout:
+    """Return a layout whose layers all keep K and V of one shape, as copies of all layers together need.
+
+    Raises:
+        InvalidRequest: layers differ, or the pool is opaque.
+    """
+    if isinstance(layout, RecordLayout):
+        raise InvalidRequest(OPAQUE)
+    if difference := layout.difference:
+        raise InvalidRequest(
+            f"this pool's layers differ: {difference}. read_kv and write_kv copy layers that are alike: map the pool "
+            "(attach_pool(mapped=True), on the node or card of the cache), and use write and gather, layer by layer"
+        )
+    return layout
