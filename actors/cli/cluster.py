@@ -21,7 +21,7 @@ from raydix.schemas.shown import shown
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_CONNECT_S = 3.0  # for a listener; Ray itself would try for minutes
+_CONNECT_S = 3.0  # limit to find a listener; Ray itself would try for minutes
 _COMPLETE_S = 5.0  # limit of a completion in the shell
 _TRIES_OF_RAY = "RAY_NUM_REDIS_GET_RETRIES"  # read when Ray is imported
 _TRIES = "5"  # a second apart, to reach a cluster that listens; Ray's default is 20
@@ -98,7 +98,7 @@ def join(address: str | None, namespace: str) -> None:
                 "ray start --head, or name a running cluster: --address HOST:6379 (or RAY_ADDRESS)",
                 UNREACHABLE,
             ) from error
-        except Exception as error:  # of many classes
+        except Exception as error:  # Ray raises many classes
             from raydix.actors.transport.ray_calls import why_not_joined
 
             where = f"at {address}" if address else "of this machine"

@@ -37,7 +37,7 @@ def explain(
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """Print how much of a prompt is cached, and the reason for the rest: never stored, evicted, retired, and so on."""
+    """Print how much of a prompt is cached, and why other tokens are not: never stored, evicted, retired, and so on."""
     ids = read_tokens(tokens)
     join(address, namespace)
     fields = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}

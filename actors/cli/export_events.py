@@ -54,7 +54,8 @@ def export_events(
 
     async def export() -> VllmEventExporter:
         exporter = VllmEventExporter(
-            name if namespace == NAMESPACE else handle,  # by its name a client follows a cache that is replaced
+            # A client that has the name of a cache follows its replacement.
+            name if namespace == NAMESPACE else handle,
             endpoint,
             replay_endpoint=replay_endpoint,
             topic=topic,
@@ -83,7 +84,7 @@ async def _run(exporter: VllmEventExporter, seconds: float | None) -> None:
     running = asyncio.create_task(exporter.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        with suppress(ValueError, RuntimeError):  # in a thread that gets no signals
+        with suppress(ValueError, RuntimeError):  # only the main thread gets signals
             loop.add_signal_handler(number, running.cancel)
     if seconds is not None:
         loop.call_later(seconds, running.cancel)

@@ -50,7 +50,7 @@ def wrong_option(error: ValidationError, command: str, options: Mapping[str, str
 
 def _bad_parameter(error: typer.BadParameter) -> Exception:
     """Return the error of an option with a value of a wrong kind or size, with that value."""
-    faults = getattr(error.__cause__, "errors", None)  # of pydantic, which typer asks
+    faults = getattr(error.__cause__, "errors", None)  # a method of pydantic's errors, which typer catches
     if faults is None or error.param is None or error.ctx is None:
         return error
     named = error.param.opts[-1] if error.param.param_type_name == "option" else (error.param.name or "").upper()
@@ -73,7 +73,7 @@ def failure_of(error: Exception) -> Failure | None:
     """Return the output for an error that is meant for the user; None for a bug."""
     if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValueError):
         error = _bad_parameter(error)
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:  # of a task group
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:  # a task group wraps errors
         error = error.exceptions[0]
     kind = type(error).__name__
     if isinstance(error, CommandError):

@@ -109,7 +109,9 @@ def replay(
         "copies": copies,
         "left_out": LEFT_OUT,
         "measured_error": MEASURED_ERROR,
-        "results": [{"router": each.router, "medians": each.medians(), "seeds": each.by_seed} for each in results],
+        "results": [
+            {"router": result.router, "medians": result.medians(), "seeds": result.by_seed} for result in results
+        ],
     }
     show(document, as_json, lambda: Group(_table(document, results), f"{LEFT_OUT} {MEASURED_ERROR}"))
 
@@ -167,10 +169,10 @@ def _table(document: dict[str, Any], results: list[RouterResult]) -> Table:
     table = table_of(
         "router", ">hit rate", ">first token", ">p99", ">waiting", ">longest queue", ">busiest / mean", ">servers busy"
     )
-    for each in results:
-        medians = each.medians()
+    for result in results:
+        medians = result.medians()
         table.add_row(
-            each.router,
+            result.router,
             percent(medians["hit_rate_percent"] / 100),
             measured_time(medians["first_token_mean_s"]),
             measured_time(medians["first_token_p99_s"]),

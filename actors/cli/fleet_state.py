@@ -35,9 +35,9 @@ def list_fleet(
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """List the caches that a router would send requests to, and those that it would leave out, with the cause."""
+    """List the caches that a router would send requests to, and the caches that it would leave out, with the cause."""
     stats = _with_fleet(pattern, address, namespace, timeout_s, lambda fleet: fleet.stats())
-    rows: list[dict[str, Any]] = [{"cache": each.cache, "state": "in", "cause": ""} for each in stats.caches]
+    rows: list[dict[str, Any]] = [{"cache": load.cache, "state": "in", "cause": ""} for load in stats.caches]
     rows += [{"cache": name, "state": "left out", "cause": cause} for name, cause in stats.left_out.items()]
     show(rows, as_json, lambda: _listing(rows, stats))
 
@@ -123,9 +123,9 @@ def _listing(rows: list[dict[str, Any]], stats: FleetStats) -> Group:
 
 def _loads(stats: FleetStats) -> Group:
     table = table_of("cache", ">pages", ">pending", ">waiting", ">unpublished", ">leased", ">private slots")
-    for each in stats.caches:
-        counts = (each.pages, each.pending_tokens, each.waiting_tokens, each.unpublished_tokens, each.leased_tokens)
-        table.add_row(shown(each.cache), *(f"{count:,}" for count in (*counts, each.private_slots)))
+    for load in stats.caches:
+        counts = (load.pages, load.pending_tokens, load.waiting_tokens, load.unpublished_tokens, load.leased_tokens)
+        table.add_row(shown(load.cache), *(f"{count:,}" for count in (*counts, load.private_slots)))
     note = f"pages are of {stats.stride_tokens} tokens each; the other counts are tokens" if stats.caches else _ADVICE
     return Group(table, *_left_out(stats.left_out), note)
 

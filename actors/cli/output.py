@@ -22,7 +22,7 @@ _PIPE_WIDTH = 160  # columns
 
 
 def _note_json(ctx: typer.Context, value: bool) -> bool:
-    ctx.meta[_META] = value  # for the report of a failure
+    ctx.meta[_META] = value  # the report of a failure reads it
     return value
 
 

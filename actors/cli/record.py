@@ -41,8 +41,8 @@ def record(
 ) -> None:
     """Record a cache's requests in the Mooncake format: times, lengths and hashes of prompts, no token ids.
 
-    Hashes are salted with a secret that is not kept. The recording never delays requests: it drops and counts those
-    that it cannot write in time.
+    Hashes are salted with a secret that is not kept. The recording never delays requests: it drops and counts any that
+    it cannot write in time.
     """
     request = _request(out, max_requests, seconds, block_size, overwrite)
     join(address, namespace)
@@ -83,7 +83,7 @@ def _take_signals_for_ctrl_c() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
 
 

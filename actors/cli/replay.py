@@ -34,7 +34,8 @@ def replay(
         typer.Option(
             "--capacity",
             metavar="TOKENS",
-            help="Such as 200_000 or 1M; rounded down to whole pages; repeatable. Default: 1024000, 4096000, 16384000.",
+            help="Such as 200_000 or 1M; rounded down to whole pages; repeatable. "
+            f"Default: {', '.join(map(str, CAPACITIES))}.",
         ),
     ] = None,
     policies: Annotated[
@@ -64,8 +65,8 @@ def replay(
     """
     requests = requests_of(trace, limit)
     configs = [
-        checked_config(*each, high_watermark)
-        for each in product(
+        checked_config(*choice, high_watermark)
+        for choice in product(
             capacities or map(str, CAPACITIES), policies or ["lru"], page_sizes or [requests[0].block_size]
         )
     ]
@@ -78,7 +79,7 @@ def replay(
     if on_ray:
         join(address, "raydix")
     replays = _replay_all(requests, configs, on_ray)
-    rows = [each.figures() for each in replays]
+    rows = [run.figures() for run in replays]
     if plot is not None:
         _plot(plot, replays, requests)
     show(rows, as_json, lambda: Group(*_too_large(replays), _table(rows), *filter(None, map(_what_if, replays))))
@@ -192,8 +193,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def _too_large(replays: list[Replay]) -> list[str]:
     """Return a line for each capacity that is too small for some requests."""
     largest: dict[int, CacheStats] = {}
-    for each in replays:
-        largest.setdefault(each.config.pool.num_slots, each.stats)
+    for run in replays:
+        largest.setdefault(run.config.pool.num_slots, run.stats)
     return [line for stats in largest.values() for line in too_large(stats)]
 
 

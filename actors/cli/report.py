@@ -47,8 +47,8 @@ def report(
 ) -> None:
     """Write one self-contained page: pool, hit rates, larger pools, cached prefixes, and the age of evicted tokens.
 
-    The source is a running cache, or a file of recorded traffic. `report` replays a file in this process, without Ray;
-    its hit rate is that of `raydix replay`.
+    The source is a running cache, or a file of recorded traffic. `report` replays a file in this process, without Ray,
+    with the hit rate of `raydix replay`.
     """
     if (path := Path(source)).is_file():
         found, config = _of_trace(path, capacity, page_size, policy, limit)

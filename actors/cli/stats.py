@@ -61,5 +61,5 @@ def _watch(look: Callable[[], Snapshot], interval_s: float, rounds: int | None, 
                 live.update(view(now, before), refresh=True)
                 looked += 1
     finally:
-        if not screen.is_terminal:  # on a terminal, Live ends the line
+        if not screen.is_terminal:  # Live ends the line only on a terminal
             screen.line()

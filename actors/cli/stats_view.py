@@ -28,7 +28,7 @@ class Snapshot:
     name: str
     config: CacheConfig
     stats: CacheStats
-    at_s: float  # by this process's clock
+    at_s: float  # this process's clock
 
     def as_json(self) -> dict[str, Any]:
         """Return the counts, and values computed from them."""
@@ -62,7 +62,7 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
     _add_times(table, stats)
     _add_holders(table, stats)
     _add_health(table, now)
-    return Group(Text(head, style="bold"), table, *(Text(f"warning: {each}") for each in stats.findings))
+    return Group(Text(head, style="bold"), table, *(Text(f"warning: {finding}") for finding in stats.findings))
 
 
 def up_line(stats: CacheStats) -> str:

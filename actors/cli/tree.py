@@ -58,13 +58,13 @@ def _drawn(name: str, answer: TreeResponse) -> Tree:
     )
     drawn: list[Tree] = []
     shown = [0] * len(answer.branches)
-    for each in answer.branches:
-        above = root if each.parent is None else drawn[each.parent]
-        drawn.append(above.add(Text(_namespace(each) if each.parent is None else _line(each))))
-        if each.parent is not None:
-            shown[each.parent] += 1
-    for each, node, num in zip(answer.branches, drawn, shown, strict=True):
-        if hidden := each.num_children - num:
+    for branch in answer.branches:
+        above = root if branch.parent is None else drawn[branch.parent]
+        drawn.append(above.add(Text(_namespace(branch) if branch.parent is None else _line(branch))))
+        if branch.parent is not None:
+            shown[branch.parent] += 1
+    for branch, node, num in zip(answer.branches, drawn, shown, strict=True):
+        if hidden := branch.num_children - num:
             node.add(Text(f"{hidden:,} more", style="dim"))
     return root
 
@@ -76,7 +76,7 @@ def _namespace(branch: TreeBranch) -> str:
 
 
 def _line(branch: TreeBranch) -> str:
-    """Return the line of a node, with its tokens last: a narrow terminal cuts those."""
+    """Return the line of a node, with its tokens last: a narrow terminal cuts the end."""
     locks = f", {counted(branch.num_locks, 'lock')}" if branch.num_locks else ""
     more = "" if branch.is_whole else "+"
     num_tokens, num_nodes = branch.num_tokens_below - branch.num_tokens, branch.num_nodes - 1

@@ -32,7 +32,9 @@ def weights(
     the command acts on all of them in that order. If it fails at one of them, it can be repeated.
     """
     join(address, namespace)
-    handles = [(each, cache_handle(each, namespace)) for each in _ranks_of(name, cache_names(namespace))]
+    handles = [
+        (cache_name, cache_handle(cache_name, namespace)) for cache_name in _ranks_of(name, cache_names(namespace))
+    ]
     rows = asyncio.run(_weights(handles, label))
     show(rows, as_json, lambda: "\n".join(map(_sentence, rows)))
 
