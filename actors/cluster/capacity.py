@@ -36,7 +36,7 @@ _MOST_CHARACTERS = 64
 class Capacity(NamedTuple):
     """The size of a pool: a number of tokens, or of bytes."""
 
-    text: str  # as given
+    text: str  # the size as the user wrote it
     place: str  # begins an error: the option, or the file, line and key
     number: int
     is_bytes: bool
@@ -52,7 +52,8 @@ class Capacity(NamedTuple):
             SettingsError: it holds no page, or more tokens than a pool can have, or bytes are given and `token_bytes`
                 is 0.
         """
-        from raydix.schemas.config import MAX_SLOTS  # with pydantic, which a wrong option should not wait for
+        # This imports pydantic, which takes long: a wrong option is reported before.
+        from raydix.schemas.config import MAX_SLOTS
 
         if self.is_bytes and not token_bytes:
             raise SettingsError(

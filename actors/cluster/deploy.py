@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "raydix"
-_SHARED_GPU = 0.1  # of a card; workers use the rest
+_SHARED_GPU = 0.1  # part of a card; its workers share the other 0.9
 _MAX_CONCURRENCY = 16_384  # each open session and waiting request takes one
 SHUTDOWN_S = 10.0  # added to the drain
-_RETRY_S = 0.1  # between attempts while a cache of the same name ends
-_LOOK_S = 0.25  # between checks whether the caller was cancelled
+_RETRY_S = 0.1  # pause between attempts while a cache of the same name ends
+_LOOK_S = 0.25  # pause between checks whether the caller was cancelled
 _NAME_IS_TAKEN: type[Exception] = getattr(
     ray.exceptions, "ActorAlreadyExistsError", ValueError
 )  # older Ray raises ValueError
@@ -139,7 +139,7 @@ def start_cache(
 
 def start_seconds(config: CacheConfig) -> float:
     """Return how long a cache may take to start: a busy machine reserves a GiB in some seconds."""
-    from raydix.actors.transport.pool_shapes import layout_of  # imports torch, which a look for caches needs not
+    from raydix.actors.transport.pool_shapes import layout_of  # imports torch, which other functions do without
 
     return _START_S + _START_S_A_GIB * layout_of(config).num_bytes / 2**30
 
@@ -152,7 +152,7 @@ async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]
     given_up = threading.Event()
 
     def start() -> ActorHandle[Any]:
-        _given_up.set(given_up)  # in the thread's copy of this context
+        _given_up.set(given_up)  # changes only the thread's copy of this context
         return start_cache(config, **options)
 
     try:
@@ -199,8 +199,8 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     It may speak any protocol.
 
     First the cache drains: new sessions, `acquire`, `lock`, `extend` and waiting requests immediately raise
-    `CacheUnavailable`. Open leases can be written, published and ended for `drain_s` seconds. The log counts those that
-    are still open after that.
+    `CacheUnavailable`. Open leases can be written, published and ended for `drain_s` seconds. The log counts the
+    leases that are still open after that.
 
     Raises:
         InvalidRequest: `drain_s` is not a finite number of seconds, or `cache` is not the handle of a cache.
@@ -245,7 +245,7 @@ def _ready(
     failed: CacheError
     try:
         return actor, _digest_of(actor, max(0.0, deadline - time.monotonic()))
-    except ConfigMismatch as error:  # of its protocol
+    except ConfigMismatch as error:  # it speaks another protocol
         failed = error.with_traceback(None)
         if found is not None:
             return failed
@@ -301,7 +301,7 @@ def _join_cluster() -> None:
         return
     try:
         ray.init(address="auto")
-    except Exception as error:  # of many classes; AssertionError among them
+    except Exception as error:  # Ray raises many classes, AssertionError among them
         raise CacheUnavailable(
             "no Ray cluster is reached: call ray.init(address=...) first, or start one: ray start --head "
             f"({why_not_joined(error)})"

@@ -100,8 +100,8 @@ def nearest_cache(pattern: str, *, place: int = 0, namespace: str = NAMESPACE, t
         name = nearest_cache("chat-*", place=serve.get_replica_context().rank.local_rank)
 
     Args:
-        pattern: of the caches' names, as of a shell.
-        place: of this worker among those of the node. Of several caches, in the order of their names, it chooses one.
+        pattern: a shell pattern for the caches' names.
+        place: the number of this worker on its node. It chooses one of several caches, in the order of their names.
 
     Raises:
         CacheUnavailable: no such cache runs on this node, or it does not answer within `timeout_s`.

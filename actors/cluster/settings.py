@@ -31,7 +31,7 @@ from raydix.schemas.shown import cut, fault_text
 
 DEFAULT_NAME = "kv"
 _PREFIX = "RAYDIX_"
-_UNLIKE = 0.8  # similarity to a known variable, above which an unknown one is an error
+_TYPO_SIMILARITY = 0.8  # an unknown variable as similar to a known one as this is an error
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def load_settings(
 
     Args:
         path: a YAML file; None reads none.
-        environ: variables, of which `RAYDIX_*` are read; None takes those of this process.
+        environ: variables, of which `RAYDIX_*` are read; None takes this process's.
         options: "key=value", with dots in the key; the value is YAML.
         name: base name of the caches; it overrides the other sources. None takes theirs.
         defaults: values by key, such as ("pool", "num_slots"); the other sources override them.
@@ -138,7 +138,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _token_bytes(pool: Mapping[str, Any], run_len: int) -> tuple[int, str]:
-    """Return the bytes of a token in a pool with these settings; or 0, and the reason why they are not known."""
+    """Return the bytes of a token in a pool with such settings; or 0, and the reason why they are not known."""
     try:
         config = PoolConfig.model_validate({**pool, "num_slots": run_len, "num_swa_slots": None})
     except ValidationError:
@@ -162,7 +162,7 @@ def as_yaml(settings: Settings) -> str:
 def _section(kind: Any) -> type[BaseModel] | None:
     """Return the model of a field with sub-fields, such as `pool`, or `ghost` if it is set; None for other fields."""
     kinds = (kind,) if get_origin(kind) is tuple else (kind, *get_args(kind))  # tenants are a list of values
-    return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
+    return next((model for model in kinds if isinstance(model, type) and issubclass(model, BaseModel)), None)
 
 
 def _fields(model: type[BaseModel], above: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
@@ -198,7 +198,7 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Key, Any, st
         place = f"environment variable {variable}"
         if (key := _VARIABLES.get(variable)) is not None:
             yield from _parsed(key, text, place)
-        elif near := get_close_matches(variable, _LEAVES, 1, _UNLIKE):
+        elif near := get_close_matches(variable, _LEAVES, 1, _TYPO_SIMILARITY):
             raise SettingsError(f"{cut(place)} is unknown", f"unset it, or set {near[0]}")
 
 
@@ -232,9 +232,8 @@ def _parsed(key: Key, text: str, place: str) -> Iterator[tuple[Key, Any, str]]:
 def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | str | None) -> SettingsError:
     """Return the first of pydantic's errors, with the place of its value and advice."""
     errors = error.errors(include_url=False)
-    first = next(
-        (each for each in errors if each["type"] == "extra_forbidden"), errors[0]
-    )  # a misspelt key also counts as missing
+    # A misspelt key also counts as missing.
+    first = next((fault for fault in errors if fault["type"] == "extra_forbidden"), errors[0])
     key = tuple(str(part) for part in first["loc"])
     place = next((places[key[:n]] for n in range(len(key), 0, -1) if key[:n] in places), str(path or "the settings"))
     what, advice = fault_text(first), ""
@@ -254,7 +253,7 @@ def _example(key: Key, fault: Mapping[str, Any]) -> str:
     """Return a value that is near to a wrong one, or the field's meaning and default."""
     name, value = ".".join(key), fault["input"]
     if fault["type"] == "literal_error":
-        known = [each for each in re.findall(r"'([^']*)'", fault["msg"]) if isinstance(value, str)]
+        known = [choice for choice in re.findall(r"'([^']*)'", fault["msg"]) if isinstance(value, str)]
         near = get_close_matches(str(value).lower(), known, 1, 0.5)
         return f"{name}: {near[0]}" if near else ""
     if key in SECTIONS and not isinstance(value, dict):
@@ -283,12 +282,12 @@ def _whole_number(value: Any) -> int | None:
 
 def _suggestion(key: Key) -> str:
     """Return advice with the known key nearest to a wrong one."""
-    named = {".".join(each): each for each in _KINDS}
-    for text, each in named.items():
-        if each[-1] == key[-1]:
+    named = {".".join(known): known for known in _KINDS}
+    for text, known in named.items():
+        if known[-1] == key[-1]:
             return f"{text}: {key[-1]} belongs there"
     near = get_close_matches(".".join(key), named, 1, 0.5) or get_close_matches(
-        key[-1], [each[-1] for each in named.values()], 1, 0.5
+        key[-1], [known[-1] for known in named.values()], 1, 0.5
     )
     if near:
         return f"{next((text for text in named if text == near[0] or text.endswith('.' + near[0])), near[0])}?"

@@ -15,8 +15,8 @@ Key = tuple[str, ...]
 
 
 _FORM = "one `key: value` a line, keys of a section indented with spaces"
-_MOST_BYTES = 2**20  # of a file
-_MOST_DIGITS = 64  # of a number, with its sign and exponent
+_MOST_BYTES = 2**20  # largest file
+_MOST_DIGITS = 64  # longest number, its sign and exponent included
 
 
 class SettingsError(ValueError):
@@ -78,7 +78,7 @@ def read_value(text: str, place: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader without aliases and numbers in base 60: short texts of these can take long to load."""
+    """YAML's safe loader without aliases and numbers in base 60: a short text of either can take long to load."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Make the next node; an alias is an error."""
@@ -121,15 +121,20 @@ def _value_of(loader: yaml.SafeLoader, node: yaml.Node, place: str, name: str, l
     """Return the value of a node; `line` begins the place of a line in it."""
     below = [node]
     while below:
-        each = below.pop()
-        if isinstance(each, yaml.MappingNode):
-            _check_keys(each, name, line)
-            below += [value for _, value in each.value]
-        elif isinstance(each, yaml.SequenceNode):
-            below += each.value
+        inner = below.pop()
+        if isinstance(inner, yaml.MappingNode):
+            _check_keys(inner, name, line)
+            below += [value for _, value in inner.value]
+        elif isinstance(inner, yaml.SequenceNode):
+            below += inner.value
     try:
         return loader.construct_object(node, deep=True)
-    except (ValueError, LookupError, AttributeError, OverflowError) as error:  # from yaml, for a bad date or number
+    except (
+        ValueError,
+        LookupError,
+        AttributeError,
+        OverflowError,
+    ) as error:  # yaml raises them for bad dates and numbers
         raise SettingsError(f"{place}: not a YAML value: {cut(str(error))}", "quote it if it is a text") from None
 
 

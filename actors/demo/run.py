@@ -1,7 +1,7 @@
 """The demo: many conversations and workers on one prefix cache; the savings, and a check of every answer.
 
 A Ray actor owns the cache and its KV, in shared memory. Each worker is an actor with the same random Llama-like model.
-Conversations begin with one of a few system prompts, and some of these are far more popular than others. Each
+Conversations begin with one of a few system prompts, and some prompts are far more popular than others. Each
 turn goes to a worker drawn at random, so most reused KV comes from another worker. The pool is smaller than all
 conversations together, so the cache must evict.
 
@@ -60,14 +60,14 @@ class Turn:
 
     prompt_len: int
     answer: Generation
-    shares_prefix: bool  # with an earlier request: False for the first use of a system prompt
+    shares_prefix: bool  # an earlier request begins alike; False for the first use of a system prompt
 
 
 @dataclass
 class Run:
     """The results of all conversations, served once."""
 
-    turns: dict[tuple[int, int], Turn] = field(default_factory=dict)  # by conversation and turn
+    turns: dict[tuple[int, int], Turn] = field(default_factory=dict)  # (conversation, turn) -> result
     seconds: float = 0.0
     peak_slots: int = 0  # most slots in use after any turn
     peak_waiters: int = 0  # most waiting acquires after any turn
@@ -127,7 +127,7 @@ async def serve(
         progress: shows `name`, the turns and the hit rate.
     """
     run = Run()
-    bar = progress.add_task("", total=sum(len(each.messages) for each in conversations))
+    bar = progress.add_task("", total=sum(len(conversation.messages) for conversation in conversations))
 
     async def hold(index: int, conversation: Conversation) -> None:
         history = conversation.system_prompt
@@ -177,7 +177,7 @@ async def demonstrate(load: Workload, console: Console) -> dict[str, Any]:
 
 
 def summary(on: Run, off: Run, stats: CacheStats) -> dict[str, Any]:
-    """Return the figures. Times to first token are those of the turns that share a prefix with an earlier one."""
+    """Return the figures. Times to first token are of the turns that share a prefix with an earlier turn."""
     ms_on, ms_off = on.first_token_ms(), off.first_token_ms()
     return {
         "turns": len(on.turns),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 16
 VOCABULARY = 4096
-MAX_POSITIONS = 32_768  # of the model
+MAX_POSITIONS = 32_768  # the model's limit
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Workload:
     """
 
     conversations: int = 28
-    turns: int = 4  # of each conversation
+    turns: int = 4  # messages of the user in each conversation
     workers: int = 3
     system_prompts: int = 3
     system_prompt_len: int = 1000  # tokens
@@ -40,7 +40,7 @@ class Workload:
             )
         if longest > MAX_POSITIONS:
             raise ValueError(f"a conversation grows to {longest} tokens, but the model takes {MAX_POSITIONS}")
-        if self.turns == 1 and all(each.is_first for each in draw_conversations(self)):
+        if self.turns == 1 and all(conversation.is_first for conversation in draw_conversations(self)):
             raise ValueError("no prompt shares a prefix with another: set more turns, or fewer system prompts")
 
     def is_default(self) -> bool:
@@ -79,5 +79,7 @@ def draw_conversations(load: Workload) -> list[Conversation]:
 
 def wanted_slots(conversations: Sequence[Conversation], answer_len: int) -> int:
     """Return the number of slots that would keep every conversation to its end, each system prompt once."""
-    shared = sum(len(each.system_prompt) for each in conversations if each.is_first)
-    return shared + sum(each.messages.size + len(each.messages) * answer_len for each in conversations)
+    shared = sum(len(conversation.system_prompt) for conversation in conversations if conversation.is_first)
+    return shared + sum(
+        conversation.messages.size + len(conversation.messages) * answer_len for conversation in conversations
+    )
