@@ -38,7 +38,7 @@ T = TypeVar("T")
 class CausalModel:
     """A causal LM and the thread it runs on, so that no forward pass holds an event loop.
 
-    Passes run one at a time, in the order in which they were asked for; those of several requests interleave.
+    Passes run one at a time, in the order in which they were asked for; passes of several requests interleave.
 
     Args:
         source: a configuration or a dictionary of one: random weights; a name or path: the weights found there.
@@ -50,7 +50,7 @@ class CausalModel:
     Attributes:
         config: the model's.
         vocab_size: ids below this are tokens.
-        lengths: the sequences that it takes; those of RoBERTa and the like are known once `prepare` was awaited.
+        lengths: the sequences that it takes; for RoBERTa and the like, known once `prepare` was awaited.
         end_tokens: the ids at which its own generation configuration stops.
 
     Raises:
@@ -101,7 +101,7 @@ class CausalModel:
 
     @property
     def layers(self) -> ModelLayers:
-        """The mapping of its layers to those of a pool, known after `pool_shape`."""
+        """The mapping of its layers to a pool's layers, known after `pool_shape`."""
         assert self._layers is not None, "the model is not measured"
         return self._layers
 
@@ -121,11 +121,11 @@ class CausalModel:
         return self.traits
 
     async def advance(self, decoding: GreedyDecoding, cache: Cache | None, stop: int | None = None) -> None:
-        """Run the known tokens of a request without KV, or those before `stop`, and add the outcome to `decoding`.
+        """Run the known tokens of a request without KV, at most up to `stop`, and add the outcome to `decoding`.
 
         Args:
             decoding: the request.
-            cache: has the KV of its computed tokens; the run adds that of the others. None runs all tokens.
+            cache: has the KV of its computed tokens; the run adds the KV of the others. None runs all tokens.
             stop: end of the tokens to run; None: all known tokens.
         """
         step = await self.run(self._forward, decoding.known(stop), decoding.num_computed, cache, decoding.keep_logits)

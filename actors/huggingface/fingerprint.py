@@ -42,7 +42,7 @@ _COSMETIC = {  # fields of a configuration that do not affect KV
 def model_fingerprint(model: Any) -> ModelFingerprint:
     """Return the fingerprint of a transformers model: its configuration, by name, and a checksum of all weights.
 
-    The configuration is that of the text model, with the model's type and dtype. It leaves out names, labels, end
+    The configuration is the text model's, with the model's type and dtype. It leaves out names, labels, end
     tokens and fields that only training uses. The checksum covers the bits of every parameter and buffer, and their
     names, dtypes and shapes. A changed bit or an exchange of two elements changes it. It leaves out the frequencies
     that a rotary embedding computes again for each length, and tensors that are not buffers.
@@ -91,7 +91,7 @@ def weights_version(model: torch.nn.Module) -> int:
     torch counts `load_state_dict`, optimizers and arithmetic, but no writes through `.data` or by other means.
     """
     return hash(
-        tuple([(each.data_ptr(), 0 if each.is_inference() else each._version) for _, each in weights_of(model)])
+        tuple([(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for _, tensor in weights_of(model)])
     )
 
 
@@ -136,7 +136,7 @@ def _normal(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _normal(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
-        return [_normal(each) for each in value]
+        return [_normal(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
@@ -181,7 +181,7 @@ def _sums_on_cpu(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _sums_of_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the dot product; CUDA has none for integers."""
     some = (rows[first : first + _MOST_CHUNKS] for first in range(0, len(rows), _MOST_CHUNKS))
-    return torch.cat([torch.stack([(each * weights).sum(1), ((each >> 32) * weights).sum(1)], 1) for each in some])
+    return torch.cat([torch.stack([(part * weights).sum(1), ((part >> 32) * weights).sum(1)], 1) for part in some])
 
 
 @lru_cache(maxsize=8)
@@ -192,6 +192,6 @@ def _weights_on(device: torch.device) -> torch.Tensor:
     even c. So the difference has as many powers of 2 as u - v, less than 2**19. Times the difference of two words, or
     of their higher halves, it is not 0 modulo 2**64.
     """
-    a, b, c = (np.uint64(each) for each in _WEIGHTS)
+    a, b, c = (np.uint64(weight) for weight in _WEIGHTS)
     u = np.arange(_CHUNK, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     return torch.from_numpy((u * (a + u * (b + u * c))).view(np.int64)).to(device)

@@ -100,7 +100,7 @@ def _is_dynamic_rope(module: Any) -> bool:
 
 
 def _forget_longest(rope: Any) -> None:
-    """Reset the frequencies of rotary embeddings, which keep those of the longest sequence so far."""
+    """Reset rotary embeddings, which keep the frequencies of the longest sequence so far."""
     for name, first in list(rope.named_buffers(recurse=False)):
         if name.endswith("original_inv_freq"):
             kind = name.removesuffix("original_inv_freq")

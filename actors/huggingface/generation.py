@@ -57,7 +57,7 @@ class GreedyDecoding:
 
     def __init__(self, tokens: Any, max_new_tokens: int, ends: frozenset[int], keep_logits: bool) -> None:
         self._started = time.perf_counter()
-        self._tokens = _prompt(tokens)  # then the generated tokens, and spare capacity
+        self._tokens = _prompt(tokens)  # the prompt, then generated tokens and spare capacity
         self.num_prompt = self._num_given = len(self._tokens)
         self.keep_logits = keep_logits
         self._max_returned = checked_count(max_new_tokens, "max_new_tokens", least=0)
@@ -104,7 +104,7 @@ class GreedyDecoding:
         return self._num_known
 
     def known(self, stop: int | None = None) -> NDArray[np.int64]:
-        """Return the ids of the known tokens, or of those before `stop`."""
+        """Return the ids of the known tokens, or of the first `stop` tokens."""
         return self._tokens[: self._num_known if stop is None else stop]
 
     @property
@@ -167,7 +167,7 @@ def _prompt(tokens: Any) -> NDArray[np.int64]:
 
 
 def end_tokens(given: Any) -> frozenset[int]:
-    """Return the ids of an `eos_token_id`: one, or those in a collection, array or tensor.
+    """Return the ids of an `eos_token_id`: one id, or a collection, array or tensor of ids.
 
     Raises:
         InvalidRequest: it is something else.
@@ -182,4 +182,4 @@ def _ids_in(given: Any) -> list[int]:
     try:
         return [index(given)]
     except TypeError:  # not an integer
-        return [index(each) for each in given]
+        return [index(token) for token in given]

@@ -14,7 +14,7 @@ _FLOAT32 = id(torch.float32)  # compared as an id, because tensors compare their
 class InFloat64(TorchFunctionMode):
     """A context in which torch computes in float64 wherever the code of a model asks for float32.
 
-    Many models cast to float32 inside, for a norm, a softmax, a router or a scan. How these round depends on the
+    Many models cast to float32 inside, for a norm, a softmax, a router or a scan. Their rounding depends on the
     processor and the number of threads. The context holds for the thread that enters it.
     """
 
@@ -33,7 +33,9 @@ class InFloat64(TorchFunctionMode):
             if func is torch.full and kwargs.get("dtype") is None and isinstance([*args, *kwargs.values()][1], float):
                 kwargs["dtype"] = torch.float64  # the least number of float64 does not fit into the default dtype
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype is torch.float32:  # of a default dtype
+        if (
+            isinstance(result, torch.Tensor) and result.dtype is torch.float32
+        ):  # the model's code left the dtype to the default
             return result.double()
         return result
 

@@ -49,7 +49,7 @@ class StateTensor(NamedTuple):
     """One tensor of a layer's recurrent state."""
 
     name: str  # "conv" or "recurrent"
-    number: int  # among those with this name in the layer, from 0 on
+    number: int  # place among the layer's tensors with this name, from 0 on
     shape: tuple[int, ...]
     dtype: torch.dtype
 

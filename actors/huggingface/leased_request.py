@@ -69,7 +69,7 @@ class LeasedRequest:
         self._cache: PooledCache | CopiedCache
 
     async def run(self) -> None:
-        """Prefill, publish the prompt, decode, publish the rest, and release the lease.
+        """Prefill, publish the prompt, decode, publish the answer, and release the lease.
 
         If slots are short, a request that takes them part by part publishes its computed tokens, and ends its lease.
         Then `decoding` is not done, and another lease can go on.
@@ -125,7 +125,7 @@ class LeasedRequest:
         await self._lease.release()
 
     async def _step(self, stop: int | None = None) -> None:
-        """Run the known tokens without KV, or those before `stop`, in parts."""
+        """Run the known tokens without KV, at most up to `stop`, in parts."""
         decoding = self._decoding
         end = decoding.num_known if stop is None else stop
         for part in parts(decoding.num_computed, end, self._prefill_chunk, self._model.least_part):
@@ -235,7 +235,7 @@ class LeasedRequest:
             await self._repoint()
 
     async def _insert(self, with_state: bool, release: bool) -> None:
-        """Publish the computed tokens, with the state after them if a state slot is free, or that of the boundary."""
+        """Publish the computed tokens, with the state after them if a state slot is free, else the boundary's."""
         computed = self._decoding.computed
         if with_state:
             try:
@@ -253,7 +253,7 @@ class LeasedRequest:
 
 
 def parts(start: int, end: int, part_len: int, least: int) -> Iterator[int]:
-    """Yield where each part of the tokens [start, end) ends: parts of `part_len`, and the rest, of at least `least`."""
+    """Yield where each part of the tokens [start, end) ends: parts of `part_len`, and the last of at least `least`."""
     while end - start >= part_len + least:
         start += part_len
         yield start
@@ -263,7 +263,7 @@ def parts(start: int, end: int, part_len: int, least: int) -> Iterator[int]:
 def window_room(config: CacheConfig, num_tokens: int) -> int | None:
     """Return how many tokens a request can add to its lease at a time, whole pages; None: all, as they fit the pool.
 
-    Besides these tokens, the lease holds the window slots of two tails: of the published tokens, and of its own.
+    Besides the added tokens, the lease holds the window slots of two tails: of the published tokens, and of its own.
     """
     page, num_slots = config.page_size, config.pool.num_swa_slots or config.pool.num_slots
     if config.sliding_window_size is None or num_tokens <= num_slots - num_slots % page:

@@ -136,7 +136,7 @@ def _named_kv(config: PreTrainedConfig, failure: ConfigMismatch | None) -> KVSha
 def _without_gpu_kernels() -> Iterator[None]:
     """Make transformers run models in plain torch.
 
-    It takes kernels for GPUs wherever they are installed, and these refuse tensors of other devices. It does not take
+    It takes kernels for GPUs wherever they are installed, which refuse tensors of other devices. It does not take
     them during the export of a model.
     """
     kernels: Any = importlib.import_module("transformers.integrations.hub_kernels")

@@ -52,12 +52,12 @@ _BOUNDS = {
     torch.float16: (0.05, 0.05),
     torch.bfloat16: (0.3, 0.3),
 }
-_FACTOR = 10  # from the rounding of two sequences to the bound
+_FACTOR = 10  # the bound, over the rounding of two sequences
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """The way to run a model so that its logits are those of one pass without a cache.
+    """The way to run a model so that its logits equal one pass without a cache.
 
     Attributes:
         positions: the position ids for the model with a cache.
@@ -212,7 +212,7 @@ class ModelCheck:
         for way in ways:
             self._forward.positions = way
             if cannot_share is None:
-                reason = next((why for each in sequences if (why := self._why_not_cut(each)) is not None), None)
+                reason = next((why for sequence in sequences if (why := self._why_not_cut(sequence)) is not None), None)
             elif self._decodes_alone(plain) and (padded is None or self._decodes_alone(padded)):
                 reason = None
             else:

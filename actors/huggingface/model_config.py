@@ -38,7 +38,7 @@ def pool_config_for(
             Only for models with sliding windows.
         num_state_slots: recurrent states that the pool holds: one for each running request, and the cached ones. For
             models with recurrent states, which require it.
-        dtype: dtype of the model. None: that of its configuration, else float32.
+        dtype: dtype of the model. None: its configuration's, else float32.
         device: where the cache puts the pool, as in `PoolConfig`.
 
     Raises:
@@ -129,7 +129,7 @@ def load_config(model: ModelSource) -> PreTrainedConfig:
     """Return the configuration of a model given in any of the forms that `pool_config_for` takes.
 
     Raises:
-        InvalidRequest: a dictionary has no `model_type`, or the model is none of these forms.
+        InvalidRequest: a dictionary has no `model_type`, or the model has another form.
         ConfigMismatch: transformers has no such model.
         ImportError: transformers is not installed.
     """
@@ -172,7 +172,7 @@ def check_kind(config: PreTrainedConfig) -> None:
 
 
 def named_dtype(config: PreTrainedConfig, dtype: str | torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a model runs: the given one, else that of its configuration, else float32.
+    """Return the dtype in which a model runs: the given one, else its configuration's, else float32.
 
     Raises:
         InvalidRequest: models do not run in it.

@@ -17,7 +17,7 @@ class PoolShape:
 
     Attributes:
         kinds: of each layer: "full", "swa" or "state".
-        kv: of each layer; `NO_KV` for those that keep a state.
+        kv: of each layer; `NO_KV` for a layer that keeps a state.
         dtype: torch's name, such as "bfloat16".
         state_shapes: in elements of `dtype`.
     """
@@ -65,7 +65,7 @@ class PoolShape:
         return fields | {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "v_head_dim": v_head_dim}
 
     def fields_unlike(self, other: PoolShape) -> str:
-        """Return the fields of a `PoolConfig` that differ from those of another shape, with their values."""
+        """Return the fields of a `PoolConfig` that differ from another shape's, with their values."""
         mine, others = self.pool_fields(), other.pool_fields()
         return ", ".join(f"{name}={value!r}" for name, value in mine.items() if value != others.get(name))
 

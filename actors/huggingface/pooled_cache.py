@@ -89,7 +89,7 @@ class PooledCache(Cache):
         super().__init__(layers=[self._layer(uses, num_tokens) for uses in layers.layers])
 
     def repoint(self, slots: torch.Tensor, swa_slots: torch.Tensor | None = None) -> None:
-        """Replace slots by those of the tree, which have equal KV. Do not call it during a forward pass."""
+        """Replace slots by the tree's, which have equal KV. Do not call it during a forward pass."""
         self._kv.point(slots, swa_slots)
 
     def copy_state(self, state_slot: int) -> None:

@@ -25,8 +25,9 @@ class PooledSlots:
     def __init__(self, slots: torch.Tensor, device: torch.device, live_from: int = 0) -> None:
         self.live_from = live_from  # first token with KV
         self.ids = slots.to(device)  # [capacity]
-        self._rows: dict[int, torch.Tensor] = {}  # by number of heads, `[num_kv_heads, capacity]`
-        self._latest: tuple[tuple[int, int, int], torch.Tensor] | None = None  # of the last layer, and most others
+        self._rows: dict[int, torch.Tensor] = {}  # num_kv_heads -> rows, `[num_kv_heads, capacity]`
+        # The last call of `rows` and its result: most layers of a step ask for the same.
+        self._latest: tuple[tuple[int, int, int], torch.Tensor] | None = None
 
     def rows(self, num_kv_heads: int, first: int, stop: int) -> torch.Tensor:
         """Return the row of each head of the slots of tokens [first, stop), in a layer of so many heads; head by head.
@@ -153,7 +154,7 @@ class PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._num_tokens + query_length - first, first
 
     def get_max_length(self) -> int:
-        """Return -1: the capacity is that of the lease."""
+        """Return -1: the lease sets the capacity."""
         return -1
 
 

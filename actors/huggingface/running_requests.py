@@ -36,7 +36,7 @@ class RunningRequests:
         try:
             yield
         except asyncio.CancelledError:
-            if self._closed and task.cancelling() == cancelled_before + 1:  # only by `end`
+            if self._closed and task.cancelling() == cancelled_before + 1:  # `end` alone cancels the task
                 raise InvalidRequest(_CLOSED) from None
             raise
         finally:

@@ -39,7 +39,7 @@ class LengthRange:
     reusable: bool = True
 
     def extra_key(self, given: str | None) -> str | None:
-        """Return the `extra_key` under which sequences of these lengths are cached.
+        """Return the `extra_key` under which sequences in this range are cached.
 
         Raises:
             InvalidRequest: the caller's `extra_key` begins with `LONG_KEY`.
@@ -82,7 +82,7 @@ class ModelLengths:
 
     def range_of(self, num_tokens: int) -> LengthRange:
         """Return the range of a sequence length."""
-        return next(each for each in self.ranges if each.longest is None or num_tokens <= each.longest)
+        return next(lengths for lengths in self.ranges if lengths.longest is None or num_tokens <= lengths.longest)
 
     def first(self, num_tokens: int) -> int:
         """Return the smaller of a number of tokens and the longest sequence in the first range."""
@@ -104,12 +104,12 @@ class ModelLengths:
 def _ropes(text: PreTrainedConfig) -> Iterator[dict[str, Any]]:
     """Yield the parameters of a model's rotary embeddings: of all layers, or of each kind of layer."""
     given = getattr(text, "rope_parameters", None) or {}
-    nested = [each for each in given.values() if isinstance(each, dict)]
+    nested = [parameters for parameters in given.values() if isinstance(parameters, dict)]
     yield from nested or [given]
 
 
 def _max_positions(text: PreTrainedConfig, ropes: list[dict[str, Any]]) -> int | None:
-    """Return the longest sequence: that of the configuration, or the one to which its rope is scaled."""
+    """Return the longest sequence: the configuration's, or the one to which its rope is scaled."""
     named = next((limit for name in _LIMITS if isinstance(limit := getattr(text, name, None), int) and limit > 0), None)
     if named is None:
         return None

@@ -19,7 +19,7 @@ class SlotWait:
 
     @contextmanager
     def waiting(self) -> Iterator[float]:
-        """Yield the seconds that are left, and count those that the block takes."""
+        """Yield the seconds that are left, and subtract the time that the block takes."""
         began = time.monotonic()
         try:
             yield self.left_s

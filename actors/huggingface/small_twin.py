@@ -3,7 +3,7 @@
 A check of a full-size model takes too long, and its dtype hides small differences. The twin has the same classes, mix
 of layers and switches, but few and narrow layers, and short windows:
 
-    layers      those of every kind, in their order, and a change back: s s s s s f s s s s s f -> s f s
+    layers      a few of every kind, in their order, and a change back: s s s s s f s s s s s f -> s f s
     widths      all scaled by one factor, head sizes by another, so that equal ones stay equal
     windows     at most `window` tokens, also the boundaries of rope scaling
     token ids   moved into the small vocabulary; different ids stay different
@@ -148,10 +148,10 @@ def _shrink_sizes(twin: PreTrainedConfig) -> None:
     parts = [(part, select_layers(part, _pop_overrides(part))) for part in _parts(twin)]
     sizes = [_Sizes.of(part, overrides) for part, overrides in parts]
     if twin.model_type in rules.ONE_SCALE:
-        least = max(each.dims for each in sizes if each.dims < 1)
+        least = max(size.dims for size in sizes if size.dims < 1)
         sizes = [_Sizes.of(part, overrides, least) for part, overrides in parts]
-    for (part, overrides), each in zip(parts, sizes, strict=True):
-        each.apply(part, overrides)
+    for (part, overrides), size in zip(parts, sizes, strict=True):
+        size.apply(part, overrides)
         if overrides:
             setattr(part, "per_layer_config", overrides)  # noqa: B010 - mypy's type of the property is too narrow
     for part, name in same:
@@ -199,7 +199,7 @@ class _Sizes:
 
     dims: Fraction  # head sizes are scaled by this
     widths: Fraction
-    heads: dict[int, int] = field(default_factory=dict)  # of queries, KV: the small number by the large one
+    heads: dict[int, int] = field(default_factory=dict)  # number of heads (of queries, of KV) -> small number
 
     @classmethod
     def of(
@@ -284,9 +284,9 @@ def _small_heads(queries: set[int], kv: set[int]) -> dict[int, int]:
 
 def _keep_products(part: PreTrainedConfig, before: Mapping[str, Any]) -> None:
     for name, factors, divisor in rules.PRODUCTS:
-        if all(type(before.get(each)) is int for each in (name, *factors, *divisor)):
-            if before[name] * math.prod(before[each] for each in divisor) == math.prod(
-                before[each] for each in factors
+        if all(type(before.get(size)) is int for size in (name, *factors, *divisor)):
+            if before[name] * math.prod(before[factor] for factor in divisor) == math.prod(
+                before[factor] for factor in factors
             ):
                 after = vars(part)
                 setattr(part, name, math.prod(after[i] for i in factors) // math.prod(after[i] for i in divisor))

@@ -56,7 +56,7 @@ def keep_some(kinds: Sequence[Hashable], most: int = rules.MAX_LAYERS) -> list[i
     kept: list[int] = []
     counts: Counter[Hashable] = Counter()
     for index, kind in enumerate(kinds):
-        still_must = sum(each >= index for each in must)
+        still_must = sum(layer >= index for layer in must)
         is_change = bool(kept) and kind != kinds[kept[-1]] and counts[kind] < 2
         if index in must or (is_change and len(kept) + still_must < most):
             kept.append(index)
@@ -104,7 +104,7 @@ def _count_again(part: PreTrainedConfig, fields: Mapping[str, Any], kept: Sequen
 
 
 def _periods(fields: Mapping[str, Any], per_layer: Mapping[str, Any]) -> list[str]:
-    """Return the names of the periods that decide kinds of layers; a list of types precedes that of attention."""
+    """Return the names of the periods that decide kinds of layers; a list of types precedes attention's."""
     names = [name for name in rules.PERIODS if type(fields.get(name)) is int and fields[name] > 1]
     return [name for name in names if not (name == "attn_layer_period" and "layers_block_type" in per_layer)]
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 VOCABULARY: Final = 128
 MAX_LAYERS: Final = 8
 FEW_PARAMETERS: Final = 500_000  # a configuration with no more of them keeps its sizes
-MAX_POSITIONS: Final = 512  # where positions only limit; with an original length, the ratio to it is kept
+MAX_POSITIONS: Final = 512  # positions, if they only limit; with an original length, the ratio to it is kept
 MAX_EXTENDED_POSITIONS: Final = 4096
 
 HIDDEN: Final = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim")
@@ -97,7 +97,7 @@ PERIODS: Final = {
     "interleave_moe_layer_step": None,
     "n_layers_per_attn_res_block": None,
 }
-"""Fields that models compute a layer's kind from by its index, and those of the offset."""
+"""Fields that models compute a layer's kind from by its index, and the fields of the offset."""
 
 PATTERNS: Final = ("block_types",)
 """Lists of kinds that the layers repeat."""
@@ -183,7 +183,7 @@ LIMITS: Final[dict[str, int]] = {
     "mamba_chunk_size": 16,
     "index_block_size": 8,
     "index_topk_blocks": 4,
-    "index_n_heads": 16,  # with few, many tokens score 0, and the choice among equals differs with the length
+    "index_n_heads": 16,  # fewer heads score many tokens 0, and the choice among equals differs with the length
     "indexer_n_heads": 16,
     "local_attn_chunk_length": 16,
     "lsh_attn_chunk_length": 16,
@@ -235,7 +235,7 @@ SAME_AS_HIDDEN: Final = frozenset(
     output_dim projection_dim text_hidden_size cross_attention_hidden_size
     """.split()
 )
-"""Widths of one part of a model that are those of its language model, where they are equal before."""
+"""Widths of one part of a model that follow its language model, where they are equal before."""
 
 ONE_SCALE: Final = frozenset(["blt"])
 """Types whose parts pass their hidden states on to each other, so that all head sizes are scaled alike."""

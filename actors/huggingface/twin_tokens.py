@@ -17,7 +17,7 @@ def ropes_of(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name in ("rope_parameters", "rope_scaling"):
         found = fields.get(name)
         if isinstance(found, dict):
-            nested = [each for each in found.values() if isinstance(each, dict)]
+            nested = [parameters for parameters in found.values() if isinstance(parameters, dict)]
             yield from nested or [found]
 
 

@@ -69,7 +69,7 @@ class TransformersWorker(WatchedActor):
         model: a transformers configuration or a dictionary of one (with `model_type`), for random weights; or a
             model's name or path, for trained ones.
         seed: seed of random weights. Workers that share a `lora_id` on one cache need equal weights.
-        dtype: dtype of weights and KV. None: that of the model's configuration, else float32.
+        dtype: dtype of weights and KV. None: the model configuration's, else float32.
         device: "auto" is CUDA if this process has a GPU (an actor: if Ray gave it one), else the CPU.
         mapped: how to reach the pool, as for `attach_pool`. A pool on another device than the model is copied.
         use_cache: False computes every request from scratch.
@@ -136,7 +136,7 @@ class TransformersWorker(WatchedActor):
     async def close(self) -> None:
         """End the requests that run, then the session and the thread. Idempotent.
 
-        The callers of these requests get InvalidRequest. `close` waits for a running forward pass, so that no other
+        The callers of running requests get InvalidRequest. `close` waits for a running forward pass, so that no other
         request gets the slots that it writes. The worker closes even if the caller is cancelled.
 
         Raises:
@@ -196,7 +196,7 @@ class TransformersWorker(WatchedActor):
             reuse: False computes all tokens in the model's `DynamicCache`, or, if that gives other logits, all tokens
                 in each pass. The cache does not change.
             return_logits: return the logits of every computed token (much memory for a long prompt).
-            eos_token_id: end tokens. None: those of the model's generation configuration; `()`: none.
+            eos_token_id: end tokens. None: from the model's generation configuration; `()`: none.
             timeout_s: seconds to wait for slots, all waits together; None: `LeaseConfig.acquire_timeout_s`; 0: do not
                 wait.
 
@@ -227,7 +227,7 @@ class TransformersWorker(WatchedActor):
                     await self._decode_alone(decoding, self._model.own_cache() if lengths.reusable else None)
                     continue
                 resumed = False
-                while not decoding.done:  # again after each preemption
+                while not decoding.done:  # each preemption begins another round
                     pool = await self._attached(self._client)
                     if wait is None:
                         default_s = self._client.config.leases.acquire_timeout_s

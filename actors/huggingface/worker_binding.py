@@ -49,13 +49,13 @@ class WorkerBinding:
         self._computed: ModelFingerprint | None = None
         self._version = 0  # version of the weights of the computed fingerprint
         self._bound = BoundModels()  # counts refusals by the cache
-        self._binds_base = False  # it did before
+        self._binds_base = False  # it has bound the base before
         self._busy = asyncio.Lock()
 
     async def prepare(self) -> ModelFingerprint | None:
         """Return the fingerprint to bind. "auto" computes it again if a weight has changed.
 
-        torch counts changes in place, such as by `load_state_dict`, but not those through `.data`.
+        torch counts changes in place, such as by `load_state_dict`, but not through `.data`.
         """
         if self._given != "auto":
             return self._given
@@ -91,11 +91,11 @@ class WorkerBinding:
         """Bind the `lora_id`, and the base if it was bound before: requests for every `lora_id` require that."""
         bound = self._bound
         try:
-            for each in (None, lora_id) if self._binds_base else (lora_id,):
-                if each not in bound.generations:
+            for adapter in (None, lora_id) if self._binds_base else (lora_id,):
+                if adapter not in bound.generations:
                     fingerprint = await self.prepare()
                     assert fingerprint is not None, "a worker without a fingerprint binds nothing"
-                    bound.add(each, await client.bind_model(fingerprint, lora_id=each))
+                    bound.add(adapter, await client.bind_model(fingerprint, lora_id=adapter))
         except ConfigMismatch:
             self._computed = None  # the weights may be others by the next request
             raise
