@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_WIDTH, _HEIGHT = 12, 8  # of a panel; Grafana's grid is 24 wide
+_WIDTH, _HEIGHT = 12, 8  # size of a panel; Grafana's grid is 24 wide
 _PARTS = ("sum", "count")
 _OF = '{cache=~"$cache"}'
 _ENGINES = 'sum by (model_name) (rate({__name__=~"(ray_vllm_|vllm:)raydix_%s"}[$__rate_interval]))'

@@ -40,9 +40,13 @@ class MetricsPublisher:
         self._stats = stats
         self._interval_s = interval_s
         self._cache = cache
-        self._gauges = {each.name: Gauge(each.name, each.meaning, _tags(each)) for each in METRICS if _is_gauge(each)}
+        self._gauges = {
+            metric.name: Gauge(metric.name, metric.meaning, _tags(metric)) for metric in METRICS if _is_gauge(metric)
+        }
         self._counters = {
-            each.name: Counter(each.name, each.meaning, _tags(each)) for each in METRICS if not _is_gauge(each)
+            metric.name: Counter(metric.name, metric.meaning, _tags(metric))
+            for metric in METRICS
+            if not _is_gauge(metric)
         }
         self._counted: dict[tuple[str, Labels], float] = {}
         self._timer = LoopTimer(self._tick)

@@ -31,7 +31,7 @@ class Metric(NamedTuple):
     kind: Literal["gauge", "counter"]
     meaning: str
     read: Callable[[CacheStats], Iterator[Sample]]
-    labels: tuple[str, ...] = ()  # besides `cache`
+    labels: tuple[str, ...] = ()  # all labels but `cache`
 
     @property
     def exported_name(self) -> str:
@@ -295,9 +295,9 @@ def markdown() -> str:
     """Return the table of metrics in `examples/metrics.md`."""
     head = "| metric | kind | labels besides `cache` | meaning |\n|---|---|---|---|\n"
     rows = []
-    for each in METRICS:
-        labels = ", ".join(f"`{label}`" for label in each.labels)
-        rows.append(f"| `{each.exported_name}` | {each.kind} | {labels} | {each.meaning} |")
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        rows.append(f"| `{metric.exported_name}` | {metric.kind} | {labels} | {metric.meaning} |")
     return head + "\n".join(rows) + "\n" + _bucket_table()
 
 

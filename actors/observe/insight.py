@@ -63,16 +63,16 @@ class Insight:
         return max(0.0, self.history.now_s - self.history.time_of(tick)) if self._core.now else None
 
     def report(self, stats: CacheStats) -> CacheReport:
-        """Return the report, with these counts. O(1): it visits a sample of the nodes of a large tree."""
+        """Return the report, with the given counts. O(1): it visits a sample of the nodes of a large tree."""
         sampled = self._core.sample_tree(_SAMPLED_NODES)
-        seen = sum(each.tokens_below for each in sampled.nodes)
+        seen = sum(node.tokens_below for node in sampled.nodes)
         scale = stats.tree_slots / seen if seen and len(sampled.nodes) == sampled.num_namespaces else 1.0
         return CacheReport(
             stats=stats,
             history=(*self.history.points, self.history.point()),
             namespaces=self.namespaces.stats(_NAMESPACES),
             prefixes=top_prefixes(sampled.nodes, _PREFIXES, scale),
-            tree=tuple(self._part(each, scale, _PARTS) for each in sampled.nodes[:_NAMESPACES]),
+            tree=tuple(self._part(node, scale, _PARTS) for node in sampled.nodes[:_NAMESPACES]),
             eviction_ages=self._eviction_ages(),
         )
 
@@ -87,16 +87,16 @@ class Insight:
             num_nodes=node.num_nodes,
             unused_s=self.unused_s(node.last_used) or 0.0,
             num_locks=node.num_locks,
-            parts=tuple(self._part(each, scale, kept[1:]) for each in below),
+            parts=tuple(self._part(child, scale, kept[1:]) for child in below),
         )
 
     def _eviction_ages(self) -> tuple[AgeCount, ...]:
         """Return the recently evicted tokens by their time without use."""
         gone = self._core.evictions()
         history = self.history
-        ages = np.array([history.time_at(each.at_s) - history.time_of(each.used_at) for each in gone])
+        ages = np.array([history.time_at(eviction.at_s) - history.time_of(eviction.used_at) for eviction in gone])
         counts = np.zeros(len(_AGES_S) + 1, np.int64)
-        np.add.at(counts, np.searchsorted(_AGES_S, ages, side="right"), [each.num_tokens for each in gone])
+        np.add.at(counts, np.searchsorted(_AGES_S, ages, side="right"), [eviction.num_tokens for eviction in gone])
         return tuple(
             AgeCount(below_s=age, num_tokens=int(num)) for age, num in zip((*_AGES_S, None), counts, strict=True)
         )

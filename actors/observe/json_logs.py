@@ -38,7 +38,7 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         text = json.dumps(line, ensure_ascii=False, default=str)
-        return "".join([each if each.isprintable() else _escaped(each) for each in text])
+        return "".join([character if character.isprintable() else _escaped(character) for character in text])
 
 
 def _escaped(character: str) -> str:
@@ -52,7 +52,7 @@ def log_as_json(stream: IO[str] | None = None, level: int = logging.INFO, **alwa
     A second call replaces the first. Returns the handler.
     """
     logger = logging.getLogger("raydix")
-    for handler in [each for each in logger.handlers if isinstance(each.formatter, JsonFormatter)]:
+    for handler in [old for old in logger.handlers if isinstance(old.formatter, JsonFormatter)]:
         logger.removeHandler(handler)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(**always))

@@ -17,7 +17,7 @@ class LoopLag:
         self._timer = LoopTimer(self._tick)
         self._due_at = 0.0
         self._window_ends_at = 0.0
-        self._worst_s = self._worst_before_s = 0.0  # in this window, and in the previous one
+        self._worst_s = self._worst_before_s = 0.0  # this window's worst, and the previous one's
 
     def start(self) -> None:
         """Start the timer on the running loop, unless it runs already."""

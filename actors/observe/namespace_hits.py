@@ -50,10 +50,10 @@ class NamespaceUse:
         """Do nothing: earlier hits still count."""
 
     def stats(self, most: int) -> tuple[NamespaceStats, ...]:
-        """Return the counts of the `most` namespaces with the most tokens, then those of all others."""
+        """Return the counts of the `most` namespaces with the most tokens, then the sums of all others."""
         ranked = self._ranked()
         rows = [_stats(namespace_label(extra_key), counts) for extra_key, counts in ranked[:most]]
-        others = [sum(each) for each in zip(self._others, *(counts for _, counts in ranked[most:]), strict=True)]
+        others = [sum(column) for column in zip(self._others, *(counts for _, counts in ranked[most:]), strict=True)]
         return (*rows, _stats("all others", others)) if any(others) else tuple(rows)
 
     def _ranked(self) -> list[tuple[str | None, _Counts]]:

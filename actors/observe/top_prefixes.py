@@ -32,7 +32,7 @@ class _Prefix(NamedTuple):
 
 
 def top_prefixes(nodes: Iterable[OutlineNode], most: int, scale: float) -> tuple[PrefixUse, ...]:
-    """Return the prefixes with the most tokens reused through their last run, then those with the most slots. O(nodes).
+    """Return the prefixes with the most tokens reused through their last run, then by most slots. O(nodes).
 
     Args:
         nodes: the namespaces of a sampled tree.
@@ -40,10 +40,10 @@ def top_prefixes(nodes: Iterable[OutlineNode], most: int, scale: float) -> tuple
         scale: a factor for slots, so that a sample adds up to the slots of the tree.
     """
     found = [_Prefix(node, None, 0) for node in nodes]
-    for each in found:  # grows as it goes
-        found += [_Prefix(node, each, each.start + each.node.own_tokens) for node in each.node.children]
-    chosen = nlargest(most, (each for each in found if each.node.own_tokens), key=attrgetter("rank"))
-    return tuple(_use(each, scale) for each in chosen)
+    for prefix in found:  # grows as it goes
+        found += [_Prefix(node, prefix, prefix.start + prefix.node.own_tokens) for node in prefix.node.children]
+    chosen = nlargest(most, (prefix for prefix in found if prefix.node.own_tokens), key=attrgetter("rank"))
+    return tuple(_use(prefix, scale) for prefix in chosen)
 
 
 def _use(prefix: _Prefix, scale: float) -> PrefixUse:

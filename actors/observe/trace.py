@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from raydix.schemas.shown import fault_text
 
 BLOCK = 512  # tokens per hash id, unless the line has a block_size
-MAX_NUMBER = 2**53  # of milliseconds, and of tokens: the largest exact integer of a float
+MAX_NUMBER = 2**53  # limit of milliseconds and of tokens: the largest exact integer of a float
 
 
 FORMAT = "one JSON object a line: timestamp, input_length, output_length, hash_ids"
@@ -77,7 +77,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TracedRequest]:
     A name that ends in `.gz` means a gzip file.
 
     Raises:
-        TraceError: the file cannot be read, a line has another format, or a time is before that of an earlier line;
+        TraceError: the file cannot be read, a line has another format, or a line is earlier than the line before;
             the message names the line and the cause.
     """
     trace: list[TracedRequest] = []

@@ -17,7 +17,7 @@ from raydix.cache_core import RadixKey
 from raydix.cache_core.tree.hashing import hash_page, namespace_seed
 
 _MAX_QUEUED = 4096  # requests
-_MAX_QUEUED_BYTES = 64 * 2**20  # of their token ids
+_MAX_QUEUED_BYTES = 64 * 2**20  # token ids of the queued requests
 _ID_BYTES = 6  # an id must be an exact integer for every JSON reader
 
 

@@ -15,7 +15,7 @@ from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
 class TrafficRecorder:
     """Records requests (`RequestObserver`): each acquired prompt, and the number of tokens published after it.
 
-    It costs the cache a microsecond per request; the writer's thread does the rest.
+    It costs the cache a microsecond per request; the writer's thread hashes and writes.
 
     Args:
         request: the file and the limits.
@@ -112,7 +112,7 @@ def _writer(request: StartRecording, block_size: int) -> TrafficWriter:
         return TrafficWriter(path, block_size)
     except OSError as error:
         raise InvalidRequest(f"{cannot}: {error.strerror}") from None
-    except ValueError as error:  # not a valid file name
+    except ValueError as error:  # the file name is not valid
         raise InvalidRequest(f"{cannot}: {error}") from None
 
 
