@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class Arrival(NamedTuple):
     """A request on the virtual clock."""
 
-    number: int  # in the order of arrival, from 0
-    time_s: float  # since the start of the trace
-    tokens: int  # of the prompt
-    pages: list[int]  # of the prompt's whole blocks
+    number: int  # place in the order of arrival, from 0
+    time_s: float  # seconds since the start of the trace
+    tokens: int  # length of the prompt
+    pages: list[int]  # the prompt's whole blocks
     hashes: NDArray[np.int64]  # the same numbers, as a `PageIndex` takes pages
 
 
@@ -47,7 +47,7 @@ class Arrivals:
         self._num_pages = len(numbers)
 
     def __len__(self) -> int:
-        """Return the number of requests, those of all copies."""
+        """Return the number of requests in all copies."""
         return len(self._tokens) * self.copies
 
     @property
@@ -70,7 +70,7 @@ class Arrivals:
         return np.sort(self._recorded_s + spread, axis=1)
 
     def each(self, times_s: NDArray[np.float64]) -> Iterator[Arrival]:
-        """Yield the requests in the order of their times, which are those of `times_s`."""
+        """Yield the requests in the order of their times, `times_s`."""
         flat = times_s.reshape(-1)
         for number, place in enumerate(np.argsort(flat, kind="stable").tolist()):
             copy, request = divmod(place, len(self._tokens))

@@ -24,7 +24,7 @@ from raydix.actors.replay.router_view import Routed, RouterView
 from raydix.cache_core import PageIndex
 from raydix.schemas import RouteConfig
 
-OVERHEAD_S = 0.005  # of every request at its server
+OVERHEAD_S = 0.005  # fixed part of the time that a request takes at its server
 LEFT_OUT = (
     "The model computes one prompt at a time at each cache, first come first served. It leaves out chunked prefill, "
     "decoding, cached outputs, page sizes other than the trace's blocks, and requests that wait for slots."
@@ -50,7 +50,7 @@ class FleetSetup:
     capacity: int  # pages of each cache
     config: RouteConfig = field(default_factory=RouteConfig)
     num_routers: int = 1
-    event_delay_s: float = 0.1  # from a cache to the routers
+    event_delay_s: float = 0.1  # time that an event takes from a cache to the routers
     load: float = 0.8
     prefill_rate: float | None = None
 
@@ -61,12 +61,12 @@ class FleetOutcome:
 
     setup: FleetSetup
     seed: int
-    tokens: NDArray[np.int64]  # of each prompt
+    tokens: NDArray[np.int64]  # lengths of the prompts
     hit_tokens: NDArray[np.int64]
-    wait_s: NDArray[np.float64]  # until the service starts
-    first_token_s: NDArray[np.float64]  # from the arrival
-    busy_s: NDArray[np.float64]  # of each server
-    span_s: float  # from the first arrival to the last
+    wait_s: NDArray[np.float64]  # times from the arrival to the start of the service
+    first_token_s: NDArray[np.float64]  # times from the arrival to the first token
+    busy_s: NDArray[np.float64]  # busy time of each server
+    span_s: float  # time from the first arrival to the last
     max_queue: int  # requests at one server, the one in service included
     prefill_rate: float  # tokens a second of each server
 
@@ -92,7 +92,7 @@ class RouterResult:
     def __init__(self, router: str) -> None:
         self.router = router
         self.by_seed: list[dict[str, float]] = []  # figures
-        self.first_token_s: NDArray[np.float64] = np.zeros(0)  # of the first seed: its percentiles 0 to 100
+        self.first_token_s: NDArray[np.float64] = np.zeros(0)  # percentiles 0 to 100 of the first seed
 
     def add(self, outcome: FleetOutcome) -> None:
         """Add the figures of a seed. Its arrays are not kept."""
@@ -206,7 +206,7 @@ class _Simulation:
         heappush(self._ends, (now_s + service_s, server))
 
     def _finish_until(self, now_s: float) -> None:
-        """End the services that end until now, and start those behind them."""
+        """End the services that end until now, and start the next requests in their queues."""
         ends = self._ends
         while ends and ends[0][0] <= now_s:
             end_s, server = heappop(ends)

@@ -47,7 +47,7 @@ class LeafLru:
         return low
 
     def insert(self, path: Sequence[int]) -> tuple[Sequence[int], list[int]]:
-        """Use the pages of a path, and add those that are missing; return the new pages, and those evicted for them.
+        """Use the pages of a path, and add the missing ones; return the new pages, and the pages evicted for them.
 
         A page of the path is never evicted for another one: of a path that is longer than the capacity, the first pages
         are kept.

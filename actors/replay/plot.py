@@ -17,7 +17,7 @@ from raydix.actors.replay.trace_replay import Replay
 if TYPE_CHECKING:
     from raydix.actors.observe.trace import TracedRequest
 
-_WINDOWS = 60  # of equal length, for the rate over time
+_WINDOWS = 60  # equal parts of the trace, for the rate over time
 
 
 def check_can_draw(path: Path) -> None:
@@ -52,7 +52,7 @@ def plot(path: Path, replays: Sequence[Replay], trace: Sequence[TracedRequest]) 
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    if len({each.config.pool.num_slots for each in replays}) == 1:
+    if len({replay.config.pool.num_slots for replay in replays}) == 1:
         _draw_bars(left, replays)
     else:
         _draw_lines(left, replays)
@@ -62,8 +62,8 @@ def plot(path: Path, replays: Sequence[Replay], trace: Sequence[TracedRequest]) 
 
 
 def _draw_bars(axes: Any, replays: Sequence[Replay]) -> None:
-    rates = [each.figures()["hit_rate_percent"] for each in replays]
-    bars = axes.barh([_series(each) for each in replays], rates, color=_colours(replays))
+    rates = [replay.figures()["hit_rate_percent"] for replay in replays]
+    bars = axes.barh([_series(replay) for replay in replays], rates, color=_colours(replays))
     axes.bar_label(bars, fmt="%.1f %%", padding=3)
     axes.invert_yaxis()
     axes.set(xlabel="hit rate, %", title=f"Hit rate of {replays[0].config.pool.num_slots:,} tokens")
@@ -71,13 +71,13 @@ def _draw_bars(axes: Any, replays: Sequence[Replay]) -> None:
 
 
 def _draw_lines(axes: Any, replays: Sequence[Replay]) -> None:
-    for colour, each in zip(_colours(replays), replays, strict=True):
-        axes.plot(each.config.pool.num_slots, each.figures()["hit_rate_percent"], "o", color=colour, zorder=3)
+    for colour, replay in zip(_colours(replays), replays, strict=True):
+        axes.plot(replay.config.pool.num_slots, replay.figures()["hit_rate_percent"], "o", color=colour, zorder=3)
     groups = groupby(sorted(replays, key=_series), key=_series)
     for style, (name, group) in zip(cycle(("-", "--", ":", "-.")), groups, strict=False):
-        ordered = sorted(group, key=lambda each: each.config.pool.num_slots)
-        rates = [each.figures()["hit_rate_percent"] for each in ordered]
-        sizes = [each.config.pool.num_slots for each in ordered]
+        ordered = sorted(group, key=lambda replay: replay.config.pool.num_slots)
+        rates = [replay.figures()["hit_rate_percent"] for replay in ordered]
+        sizes = [replay.config.pool.num_slots for replay in ordered]
         axes.semilogx(sizes, rates, color="0.5", linestyle=style, label=name, zorder=2)
     axes.set(xlabel="capacity, tokens", ylabel="hit rate, %", title="Hit rate against capacity", ylim=0)
     axes.legend(fontsize="small", loc="upper left")
@@ -90,9 +90,9 @@ def _draw_over_time(axes: Any, replays: Sequence[Replay], trace: Sequence[Traced
     length = max(float(minutes.max()), 1e-9)
     window = np.minimum((minutes / length * _WINDOWS).astype(np.int64), _WINDOWS - 1)
     present = np.unique(window)
-    for colour, each in zip(_colours(replays), replays, strict=True):
-        rate = 100 * np.bincount(window, weights=each.reused)[present] / np.bincount(window, weights=prompt)[present]
-        label = f"{each.config.pool.num_slots:,} tokens, {_series(each)}"
+    for colour, replay in zip(_colours(replays), replays, strict=True):
+        rate = 100 * np.bincount(window, weights=replay.reused)[present] / np.bincount(window, weights=prompt)[present]
+        label = f"{replay.config.pool.num_slots:,} tokens, {_series(replay)}"
         axes.plot((present + 0.5) / _WINDOWS * length, rate, color=colour, label=label)
     axes.set(xlabel="time in the trace, minutes", ylabel="hit rate, %", title="Hit rate over time", ylim=0)
     axes.grid(alpha=0.3)

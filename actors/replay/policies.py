@@ -72,14 +72,14 @@ class LeastLoaded:
         if pending.count(least) == 1:
             server = pending.index(least)
         else:
-            server = self._rng.choice([each for each, tokens in enumerate(pending) if tokens == least])
+            server = self._rng.choice([candidate for candidate, tokens in enumerate(pending) if tokens == least])
         cache = 0 if self._is_shared else server
         _, expected = compared(view.index(router), arrival.hashes, (cache,), 0, self._rng)[cache]
         return Choice(server, arrival.tokens - self._page_size * expected)
 
 
 class LeastCost:
-    """The server with the least cost, of those that are compared: the rule of Raydix's own router."""
+    """The compared server with the least cost: the rule of Raydix's own router."""
 
     def __init__(self, num_servers: int, page_size: int, config: RouteConfig, rng: Random) -> None:
         self._servers = range(num_servers)
@@ -91,7 +91,9 @@ class LeastCost:
         """Return the server with the least cost."""
         pending, tokens, size = view.pending(router), arrival.tokens, self._page_size
         runs = compared(view.index(router), arrival.hashes, self._servers, self._config.num_random, self._rng)
-        candidates = [Candidate(each, pending[each], tokens - size * expected) for each, (_, expected) in runs.items()]
+        candidates = [
+            Candidate(server, pending[server], tokens - size * expected) for server, (_, expected) in runs.items()
+        ]
         best = choose(candidates, self._config.weight, self._rng)
         return Choice(best.cache, best.uncached)
 
@@ -100,7 +102,8 @@ class RouterKind(NamedTuple):
     """A router by name."""
 
     about: str
-    make: Callable[[int, int, RouteConfig, Random], RoutingPolicy]  # of servers, page size, configuration
+    # Arguments: the number of servers, the page size, the configuration, the random numbers.
+    make: Callable[[int, int, RouteConfig, Random], RoutingPolicy]
     is_informed: bool  # it looks at what caches hold, or at pending tokens
     has_promises: bool = False
     is_shared: bool = False  # one cache, of all capacity, for all servers

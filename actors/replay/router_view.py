@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from raydix.cache_core import Applied, PageIndex
 from raydix.schemas.slim_events import SLIM_EVENT_KINDS
 
-_KINDS = bytes((SLIM_EVENT_KINDS.index("PagesStored"), SLIM_EVENT_KINDS.index("PagesRemoved")))  # of every batch
+_KINDS = bytes((SLIM_EVENT_KINDS.index("PagesStored"), SLIM_EVENT_KINDS.index("PagesRemoved")))  # a batch's events
 
 
 class Routed:
@@ -27,7 +27,7 @@ class Routed:
     def __init__(self, router: int, server: int, cache: int, uncached: float, pages: NDArray[np.int64]) -> None:
         self.router = router
         self.server = server
-        self.cache = cache  # of the server
+        self.cache = cache  # the server's cache
         self.uncached = uncached  # tokens to compute, as estimated by the router
         self.pages = pages
         self.is_promised = False
@@ -61,7 +61,7 @@ class RouterView:
             assert columns == list(range(num_caches)), "a new index numbers its columns from 0"
         self._delay_s = delay_s
         self._ttl_s = ttl_s
-        self._seqs = [0] * num_caches  # of each cache's last event
+        self._seqs = [0] * num_caches  # number of each cache's last event
         self._pending = [[0.0] * num_servers for _ in indexes]
         self._shares: deque[tuple[float, Routed]] = deque()
         self._first_tokens: deque[tuple[float, Routed]] = deque()

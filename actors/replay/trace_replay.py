@@ -33,7 +33,7 @@ class Replay:
 
     config: CacheConfig
     reused: NDArray[np.int64]  # hit tokens of each request
-    stats: CacheStats  # after the last request
+    stats: CacheStats  # counts after the last request
     seconds: float
 
     def figures(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ async def replay_on(
         publish = []
         if lease is not None:
             reused[index] = lease.prefix_len
-            publish = [lease.insert(tokens, release=True)]  # a model would compute the rest before this
+            publish = [lease.insert(tokens, release=True)]  # a model would compute the other tokens before this
         if index % _STEP == 0:
             progress(index)
     await asyncio.gather(*publish)

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 from raydix.schemas.shown import shown
 
-_WIDTH, _HEIGHT = 1000.0, 300.0  # of a drawing; the page stretches it
+_WIDTH, _HEIGHT = 1000.0, 300.0  # size of a drawing; the page stretches it
 
 
 @dataclass(frozen=True)

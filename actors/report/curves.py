@@ -35,10 +35,10 @@ def hit_rate_section(report: CacheReport) -> Section:
 
 def _windows(history: Sequence[HistoryPoint]) -> tuple[list[float], list[HistoryPoint]]:
     """Return the edges of equal windows of the history, and the first point at or after each edge."""
-    times = [each.at_s for each in history]
+    times = [point.at_s for point in history]
     num, span = min(_WINDOWS, len(history) - 1), times[-1] - times[0]
     edges = [times[0] + place * span / num for place in range(num)] + [times[-1]]
-    slack = 1e-9 * span  # for rounding errors
+    slack = 1e-9 * span  # margin for rounding errors
     return edges, [*(history[bisect_left(times, edge - slack)] for edge in edges[:-1]), history[-1]]
 
 
@@ -63,15 +63,15 @@ def pool_section(report: CacheReport, config: CacheConfig) -> Section:
     history, num_slots = report.history, report.stats.num_slots
     last = history[-1]
     kinds = (
-        ("held", "cached, held by leases", [each.protected_slots for each in history]),
-        ("cached", "cached, evictable", [each.evictable_slots for each in history]),
-        ("private", "private to leases", [each.private_slots for each in history]),
-        ("quarantined", "quarantined", [each.quarantined_slots for each in history]),
+        ("held", "cached, held by leases", [point.protected_slots for point in history]),
+        ("cached", "cached, evictable", [point.evictable_slots for point in history]),
+        ("private", "private to leases", [point.private_slots for point in history]),
+        ("quarantined", "quarantined", [point.quarantined_slots for point in history]),
     )
     marks = config.eviction
     dashed = [share * num_slots for share in (marks.low_watermark, marks.high_watermark) if marks.high_watermark < 1]
     shapes = stacked_areas(
-        [each.at_s for each in history], [Series(style, values) for style, _, values in kinds], num_slots, dashed
+        [point.at_s for point in history], [Series(style, values) for style, _, values in kinds], num_slots, dashed
     )
     x_labels = _times_before_now(last.at_s - history[0].at_s)
     y_labels = [f"{short_count(num_slots * share)} slots" for share in (1, 0.75, 0.5, 0.25, 0)]
@@ -100,7 +100,7 @@ def ghost_section(stats: CacheStats, config: CacheConfig) -> Section:
 
 
 def _what_if(ghost: GhostStats, stats: CacheStats) -> tuple[Text, ...]:
-    if 2 * stats.num_slots > ghost.num_slots[-1]:  # beyond the measured sizes
+    if 2 * stats.num_slots > ghost.num_slots[-1]:  # the last size lies beyond the measured ones
         return ()
     now, twice = (ghost.hit_rate_at(factor * stats.num_slots) for factor in (1, 2))
     alone = " This counts full KV alone: a missing window or state makes hits shorter."

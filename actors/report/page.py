@@ -15,7 +15,7 @@ from raydix.actors.report.tree_view import LABEL_WIDTHS, prefix_section, tree_se
 from raydix.schemas import CacheConfig, CacheReport, CacheStats, NamespaceStats
 from raydix.schemas.shown import NONE, counted, percent, rate, short_count, short_time, shown
 
-_CAUSES = {  # of `CacheStats.refusals`
+_CAUSES = {  # cause in `CacheStats.refusals` -> text
     "never_fits": "larger than the pool or the tenant's share: it can never fit",
     "tenant_cap": "the tenant is at its cap",
     "no_wait": "too few free slots, and the request did not wait (timeout_s=0)",
@@ -101,14 +101,14 @@ def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> Section:
         return Section(title, (Text("No requests yet."),))
     rows = [
         (
-            shortened(each.label),
-            Bar(each.tokens_reused / (each.tokens_requested or 1)),
-            rate(each.tokens_reused, each.tokens_requested),
-            f"{each.requests:,}",
-            short_count(each.tokens_requested),
-            short_count(each.tokens_refused),
+            shortened(namespace.label),
+            Bar(namespace.tokens_reused / (namespace.tokens_requested or 1)),
+            rate(namespace.tokens_reused, namespace.tokens_requested),
+            f"{namespace.requests:,}",
+            short_count(namespace.tokens_requested),
+            short_count(namespace.tokens_refused),
         )
-        for each in namespaces
+        for namespace in namespaces
     ]
     return Section(
         title, (Table(("namespace", "", "hit rate", "requests", "tokens", "refused"), rows, numbers_from=2),)
@@ -119,13 +119,13 @@ def _tenants(stats: CacheStats) -> Section:
     """Return the section of tenants, with a bar for the share of the cap or the pool."""
     rows = [
         (
-            "all others" if each.name is None else shortened(each.name),
-            Bar(each.held_slots / ((each.cap_slots or stats.num_slots) or 1)),
-            short_count(each.held_slots),
-            f"{short_count(each.floor_slots)} / {NONE if each.cap_slots is None else short_count(each.cap_slots)}",
-            short_count(each.tokens_evicted),
+            "all others" if share.name is None else shortened(share.name),
+            Bar(share.held_slots / ((share.cap_slots or stats.num_slots) or 1)),
+            short_count(share.held_slots),
+            f"{short_count(share.floor_slots)} / {NONE if share.cap_slots is None else short_count(share.cap_slots)}",
+            short_count(share.tokens_evicted),
         )
-        for each in stats.tenants
+        for share in stats.tenants
     ]
     head = ("tenant", "", "held", "floor / cap", "evicted")
     text = "In slots; evicted in tokens. The bar is the share of the tenant's cap, or of the pool without a cap."
@@ -145,16 +145,16 @@ def _refusals(stats: CacheStats) -> Section:
 
 def _eviction_ages(report: CacheReport) -> Section:
     title = "Time without use before eviction"
-    total = sum(each.num_tokens for each in report.eviction_ages)
+    total = sum(age.num_tokens for age in report.eviction_ages)
     if not total:
         return Section(title, (Text("No tokens were evicted yet."),))
-    found = [place for place, each in enumerate(report.eviction_ages) if each.num_tokens]
+    found = [place for place, age in enumerate(report.eviction_ages) if age.num_tokens]
     rows, since = [], report.eviction_ages[found[0] - 1].below_s if found[0] else None
-    for each in report.eviction_ages[found[0] : found[-1] + 1]:
-        label = _interval(since, each.below_s)
-        share = each.num_tokens / total
-        rows.append((label, Bar(share), percent(share), short_count(each.num_tokens)))
-        since = each.below_s or since
+    for age in report.eviction_ages[found[0] : found[-1] + 1]:
+        label = _interval(since, age.below_s)
+        share = age.num_tokens / total
+        rows.append((label, Bar(share), percent(share), short_count(age.num_tokens)))
+        since = age.below_s or since
     text = "Of the latest evictions. Short times mean that the pool is too small for prompts that return."
     return Section(title, (Table(("unused for", "", "share", "tokens"), rows, numbers_from=2), Text(text, True)))
 

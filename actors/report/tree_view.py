@@ -26,13 +26,13 @@ def prefix_section(report: CacheReport) -> Section:
         return Section(title, (_nothing(report),))
     rows = [
         (
-            f"{_ids_of_prefix(each)} ({shortened(each.namespace)})",
-            f"{each.num_tokens:,}",
-            f"{_about(each)}{each.num_hits:,}",
-            f"{_about(each)}{each.num_slots:,}",
-            f"{each.num_leases:,}",
+            f"{_ids_of_prefix(prefix)} ({shortened(prefix.namespace)})",
+            f"{prefix.num_tokens:,}",
+            f"{_about(prefix)}{prefix.num_hits:,}",
+            f"{_about(prefix)}{prefix.num_slots:,}",
+            f"{prefix.num_leases:,}",
         )
-        for each in report.prefixes
+        for prefix in report.prefixes
     ]
     head = ("token ids", "tokens", "hits", "slots", "leases")
     text = (
@@ -113,22 +113,22 @@ def _boxes(part: TreePart, rect: Rect, style: str, labels: Sequence[str]) -> Ite
 
 def _inside(part: TreePart, rect: Rect) -> Iterator[Box]:
     """Yield the boxes in a part. The part's own tokens and parts too small to draw leave their area empty."""
-    sizes = [each.num_tokens for each in part.parts]
+    sizes = [child.num_tokens for child in part.parts]
     rest = max(0, part.num_tokens - sum(sizes))
     order = sorted(range(len(sizes) + 1), key=lambda place: (*sizes, rest)[place], reverse=True)
     rects = squarify([(*sizes, rest)[place] for place in order], rect)
-    for place, each in zip(order, rects, strict=False):
-        if place < len(sizes) and min(each.width, each.height) >= _SMALLEST:
+    for place, area in zip(order, rects, strict=False):
+        if place < len(sizes) and min(area.width, area.height) >= _SMALLEST:
             child = part.parts[place]
             size = f"{_size(child)} tokens"
-            ids = [_ids(child.tokens, most, child.own_tokens) for most in _IDS]
-            yield from _boxes(child, each, "part", (*(f"{each}: {size}" for each in ids), size, _size(child)))
+            starts = [_ids(child.tokens, most, child.own_tokens) for most in _IDS]
+            yield from _boxes(child, area, "part", (*(f"{start}: {size}" for start in starts), size, _size(child)))
 
 
 def _box(part: TreePart, rect: Rect, style: str, labels: Sequence[str]) -> Box:
     age = sum(part.unused_s >= limit for limit in _AGES_S)
     place = f"left:{rect.x:.2f}%;top:{rect.y:.2f}%;width:{rect.width:.2f}%;height:{rect.height:.2f}%"
-    fitting = [Label(each, min(ceil(_REM_PER_CHAR * len(each) + 0.6), LABEL_WIDTHS[-1])) for each in labels]
+    fitting = [Label(label, min(ceil(_REM_PER_CHAR * len(label) + 0.6), LABEL_WIDTHS[-1])) for label in labels]
     return Box(f"{style} a{age}", place, _tooltip(part), fitting)
 
 

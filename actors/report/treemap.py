@@ -16,7 +16,10 @@ class Rect(NamedTuple):
 
 
 def squarify(sizes: Sequence[float], within: Rect) -> list[Rect]:
-    """Return a rectangle for each size; together they fill `within`, nearly square. `sizes` must fall."""
+    """Return a rectangle for each size; together they fill `within`, nearly square.
+
+    `sizes` must be in descending order.
+    """
     total = sum(sizes)
     areas = [size * within.width * within.height / total for size in sizes] if total > 0 else []
     rects: list[Rect] = []
@@ -40,7 +43,7 @@ def _worst(row: Sequence[float], side: float) -> float:
 
 
 def _lay_out(row: Sequence[float], within: Rect) -> tuple[list[Rect], Rect]:
-    """Return the rectangles of a row along the shorter side, and the rest of `within`."""
+    """Return the rectangles of a row along the shorter side of `within`, and the rectangle left free."""
     x, y, width, height = within
     total = sum(row)
     rects = []
