@@ -1,1 +1,1 @@
-"""Sessions and their leases' owners: opening, expiry, death, the wait queue and admission."""
+"""Sessions and their leases' owners: opening, expiry, death, the wait queue, admission and bound models."""

@@ -43,7 +43,7 @@ _CAUSES: dict[type[CacheError], str] = {
     LeaseExpired: "lease_expired",
     UnknownLease: "unknown_lease",
 }
-_NUM_OWNERS = 3  # that a refusal names
+_NUM_OWNERS = 3  # owners that a refusal names
 _INT32 = np.dtype("<i4")
 
 
@@ -97,14 +97,14 @@ class Admission:
                 queue.serve()  # earlier requests of the batch may have made room for all
         try:
             if not queue.waiting or self._may_overtake(key, num_tokens):
-                return self._grant(session_id, request, key)
+                return self._open_lease(session_id, request, key)
             self._core.check_len(num_tokens, key)
             shortage = OutOfSlotsError(
                 num_tokens, self._core.free_slots, self._core.evictable_size(), self._core.num_slots
             )
         except OutOfSlotsError as error:
             shortage = error.with_traceback(None)
-        attempt = partial(self._grant, session_id, request, key)
+        attempt = partial(self._open_lease, session_id, request, key)
         waiting = self._join_queue(session_id, request, key, num_tokens, attempt, shortage)
         self.num_acquires -= 1
         return waiting
@@ -149,7 +149,7 @@ class Admission:
 
     # ---------------------------------------------------------------- attempts
 
-    def _grant(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
+    def _open_lease(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
         self._check_binding(session_id, request)
         limits = request.new_tokens, request.max_prefix_len, request.priority
         flags = request.resumed, request.boundary_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-MAX_BINDINGS = 16_384  # of a cache, and remembered of a session
+MAX_BINDINGS = 16_384  # limit for a cache; limit for the memory of a session
 LAPSED = 0  # stands for the generation of a binding that ended with the session before
 
 
@@ -27,7 +27,7 @@ class BoundModels:
         self.generations.pop(lora_id, None)
         self.generations[lora_id] = generation
         if len(self.generations) > MAX_BINDINGS + 1:
-            del self.generations[next(each for each in self.generations if each is not None)]
+            del self.generations[next(adapter for adapter in self.generations if adapter is not None)]
             self.forgot = True
 
     def may_have_bound(self, lora_id: str | None) -> bool:
@@ -36,7 +36,7 @@ class BoundModels:
 
     def latest(self, limit: int) -> tuple[tuple[str | None, ...], bool]:
         """Return the `lora_id`s bound last, at most `limit`, the base among them; and whether there were more."""
-        adapters = (each for each in reversed(self.generations) if each is not None)
+        adapters = (adapter for adapter in reversed(self.generations) if adapter is not None)
         base = [None] if None in self.generations else []
         names = [*islice(adapters, limit - 1), *base]
         return tuple(reversed(names)), self.forgot or len(names) < len(self.generations)

@@ -14,7 +14,7 @@ from raydix.actors.sessions.wait_queue import Waiter, WaitQueue
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.leases.lease_table import LeaseRecord
 
-_RECLAIMED_TOKENS = 4096  # of retired namespaces, freed before a deadlock is declared
+_RECLAIMED_TOKENS = 4096  # tokens of retired namespaces, freed before a deadlock is declared
 
 
 class Deadlocks:
@@ -63,7 +63,7 @@ class Deadlocks:
     def _youngest_of(self, pool: str, tenant: str | None, waiting: Mapping[str, Waiter]) -> LeaseRecord | None:
         """Return the youngest lease of a deadlocked pool, or share; None unless all its leases wait."""
         youngest = None
-        for lease in self._core.leases:  # in the order in which they were granted
+        for lease in self._core.leases:  # the oldest comes first
             if self._is_of(lease, tenant) and self._core.holds(lease, pool):
                 if lease.lease_id in waiting:
                     youngest = lease

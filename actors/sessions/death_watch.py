@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.5  # before a call to an actor that is out of reach
+_PAUSE_S = 0.5  # pause before a call to an actor that is out of reach
 
 
 class DeathWatch:
@@ -29,7 +29,7 @@ class DeathWatch:
 
     def __init__(self, on_unavailable: Callable[[str, bool], bool]) -> None:
         self._on_unavailable = on_unavailable
-        self._sessions: dict[Any, set[str]] = {}  # by actor
+        self._sessions: dict[Any, set[str]] = {}  # actor id -> its sessions
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(self, owner: ActorHandle[Any], session_id: str) -> None:

@@ -12,8 +12,8 @@ from raydix.cache_core.leases.lease_table import LeaseRecord
 
 logger = logging.getLogger(__name__)
 
-_LATE_S = 1.0  # a look at the clock that is later than this means that the cache itself stood still
-_MIN_DELAY_S = 0.01  # between two looks
+_LATE_S = 1.0  # a sweep this late means that the process was stopped
+_MIN_DELAY_S = 0.01  # pause between two sweeps
 
 
 class LeaseOffers:
@@ -41,7 +41,7 @@ class LeaseOffers:
         self._timeout_s = timeout_s
         self._after_end = after_end
         self._clock = clock
-        self._due = float("inf")  # when the clock is to be looked at next
+        self._due = float("inf")  # time of the next sweep
         self._timer = LoopTimer(self._sweep)
 
     def offer(self, lease_id: str, session_id: str, offer_id: str, timeout_s: float | None) -> LeaseRecord:
@@ -53,11 +53,11 @@ class LeaseOffers:
         expires_at = self._clock() + (self._timeout_s if timeout_s is None else timeout_s)
         lease = self._core.offer(lease_id, session_id, offer_id, expires_at)
         if not self._timer.is_set or expires_at < self._due:
-            self._look_at(expires_at)
+            self._schedule_sweep(expires_at)
         return lease
 
     def adopt(self, lease_id: str, from_session: str, session_id: str, offer_id: str) -> LeaseRecord:
-        """Make an offered lease that of another session, if its time has not run out, by this moment of the clock.
+        """Move an offered lease to another session, if its time has not run out, by this moment of the clock.
 
         Raises:
             ExpiredLeaseError: its offer or its session has expired.
@@ -72,15 +72,15 @@ class LeaseOffers:
         return self._core.revoke(lease_id, session_id, offer_id)
 
     def start(self) -> None:
-        """Look at the clock on the running loop, if an offer stands."""
+        """Schedule a sweep on the running loop, if an offer stands."""
         if not self._timer.is_set and self._core.leases.offers:
-            self._look_at(min(self._core.leases.offers.values()))
+            self._schedule_sweep(min(self._core.leases.offers.values()))
 
     def stop(self) -> None:
-        """Look at the clock no more, until `start` or the next offer."""
+        """Sweep no more, until `start` or the next offer."""
         self._timer.stop()
 
-    def _look_at(self, due: float) -> None:
+    def _schedule_sweep(self, due: float) -> None:
         delay_s = max(_MIN_DELAY_S, due - self._clock())
         self._due = self._clock() + delay_s
         self._timer.schedule(delay_s)
@@ -90,13 +90,13 @@ class LeaseOffers:
         self.start()
 
     def _expire(self) -> None:
-        """End the leases with an offer that has run out. Time in which the cache itself stood still does not count."""
+        """End the leases with an offer that has run out. Time in which the process was stopped does not count."""
         if not self._core.leases.offers:
             return
         late_s = self._clock() - self._due
         if late_s > _LATE_S:
             self._core.leases.put_off_offers(late_s + _LATE_S)  # adoptions that came meanwhile are executed first
-            self._look_at(min(self._core.leases.offers.values()))
+            self._schedule_sweep(min(self._core.leases.offers.values()))
         if num_ended := self._core.expire_offers(self._clock()):
             self.num_expired += num_ended
             logger.warning("%d granted leases were not adopted in time: they have ended", num_ended)

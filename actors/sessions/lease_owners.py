@@ -23,14 +23,14 @@ class _Held:
 
     leases: int = 0
     slots: int = 0
-    since: float = inf  # of the oldest lease
+    since: float = inf  # start of the oldest lease
 
 
 class _Count(NamedTuple):
     """A count, and how long it may be used."""
 
-    changes: int  # of the leases, when they were counted
-    good_until: float  # in spite of changes, if there are many leases
+    changes: int  # `num_changes` of the leases at the count
+    good_until: float  # end of its use in spite of changes, if there are many leases
     held: dict[str, _Held]
 
 
@@ -47,12 +47,12 @@ class LeaseOwners:
     def __init__(self, core: LeasedCache, sessions: SessionTable) -> None:
         self._core = core
         self._sessions = sessions
-        self._known: dict[str | None, _Count] = {}  # by tenant; None: of all leases
+        self._known: dict[str | None, _Count] = {}  # tenant -> count; None: all leases
 
     def largest(self, limit: int, tenant: str | None = None) -> tuple[LeaseOwner, ...]:
         """Return the owners with the most slots, of all or of a tenant's. O(owners), at times O(pages of leases)."""
         now = time.monotonic()
-        owners = nlargest(limit, self._by_owner(tenant).items(), key=lambda each: each[1].slots)
+        owners = nlargest(limit, self._by_owner(tenant).items(), key=lambda item: item[1].slots)
         return tuple(
             LeaseOwner(owner=owner, leases=held.leases, slots=held.slots, oldest_s=now - held.since)
             for owner, held in owners
@@ -78,7 +78,7 @@ class LeaseOwners:
 
     def _count(self, tenant: str | None) -> dict[str, _Held]:
         core, by_owner = self._core, defaultdict[str, _Held](_Held)
-        leases = [each for each in core.leases if tenant is None or core.tenant_of(each.key.extra_key) == tenant]
+        leases = [lease for lease in core.leases if tenant is None or core.tenant_of(lease.key.extra_key) == tenant]
         leases.sort(key=lambda lease: lease.since)
         for lease, num_slots in zip(leases, core.lease_sizes(leases), strict=True):
             session = self._sessions.find(lease.session_id)

@@ -5,7 +5,7 @@
     ├ A joins, B is refused                   ├ B joins, A is refused
     └ retire(lora_id="french") or reset() ──> └ sessions bound to 3 must bind again
 
-The generation of the base has a label, which names its weights: that of `set_weights`, or of the first bind.
+The generation of the base has a label, which names its weights: given by `set_weights`, or by the first bind.
 Sessions that have bound nothing are not checked.
 """
 
@@ -59,7 +59,8 @@ class ModelBindings:
         self._core = core
         self._configured = configured
         self._numbers = count(LAPSED + 1)
-        self._bindings: OrderedDict[str | None, _Binding] = OrderedDict()  # by `lora_id`, used least recently first
+        # The least recently used comes first.
+        self._bindings: OrderedDict[str | None, _Binding] = OrderedDict()  # lora_id -> binding
 
     def __len__(self) -> int:
         return len(self._bindings)
@@ -120,12 +121,12 @@ class ModelBindings:
         bound = self.sessions[session_id]
         lora_id = None if extra_key is None else unframe_namespace(extra_key)[1]
         behind = []
-        for each in (lora_id, None) if lora_id is not None else (None,):
-            generation, binding = bound.generations.get(each), self._bindings.get(each)
+        for adapter in (lora_id, None) if lora_id is not None else (None,):
+            generation, binding = bound.generations.get(adapter), self._bindings.get(adapter)
             if binding is not None and binding.generation == generation:
-                self._bindings.move_to_end(each)
-            elif bound.may_have_bound(each):
-                behind.append(each)
+                self._bindings.move_to_end(adapter)
+            elif bound.may_have_bound(adapter):
+                behind.append(adapter)
         if behind and self._core.leases.find(lease_id, session_id) is None:
             raise ConfigMismatch(
                 f"{' and '.join(map(_name, behind))} may have another model by now: the cache was reset, it was "
@@ -206,7 +207,7 @@ class ModelBindings:
 
     def _drop_surplus(self) -> None:
         if len(self._bindings) > MAX_BINDINGS:
-            lora_id = next(each for each in self._bindings if each is not None)
+            lora_id = next(adapter for adapter in self._bindings if adapter is not None)
             self.end_generation(lora_id)
             self._core.retire(namespaces_of(None, lora_id, None))
 

@@ -16,8 +16,8 @@ from raydix.schemas.shown import shown
 
 logger = logging.getLogger(__name__)
 
-_MAX_TICK_S = 1.0  # between two looks at the clock and at the clients' processes
-_DEATH_TICK_S = 0.02  # while a process is about to end
+_MAX_TICK_S = 1.0  # most time between two checks of the clock and of the clients' processes
+_DEATH_TICK_S = 0.02  # time between two checks, if a process is about to end
 
 
 class SessionReaper:

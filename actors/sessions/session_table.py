@@ -1,4 +1,4 @@
-"""`SessionTable`: the sessions of a cache, and those that have vanished.
+"""`SessionTable`: the open and the vanished sessions of a cache.
 
     open ──── closes ─────────────────────────────> gone
       └─ silent, or it has died ────> vanished ───> gone: its process has ended, it came back, or a time has passed
@@ -24,12 +24,12 @@ class Session:
     """One client: the owner of leases."""
 
     session_id: str
-    owner: str  # for people
-    deadline: float  # by the table's clock: silent until then, it expires
-    life: ProcessLiveness | None  # of its process; None: not known here
+    owner: str  # name for people
+    deadline: float  # time of the table's clock; a session that is silent until then expires
+    life: ProcessLiveness | None  # its process; None: not known here
     executed_seq: int = 0  # the last of its numbered batches that was executed
-    batch_order: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by the batch that is waited for
-    end: asyncio.Future[None] | None = None  # for its client, if it waits for the end
+    batch_order: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # number of a batch -> the wait for it
+    end: asyncio.Future[None] | None = None  # result of a client's wait for the end
     is_dead: bool = False  # its process or its owner has died
 
     def notify_end(self) -> None:
@@ -51,7 +51,7 @@ class SessionTable:
         self._grace_s = config.quarantine_grace_s
         self._clock = clock
         self._open: dict[str, Session] = {}
-        self._vanished: dict[str, tuple[Session, float]] = {}  # with the time at which they are gone at the latest
+        self._vanished: dict[str, tuple[Session, float]] = {}  # id -> session, and the latest time at which it is gone
         self._expired: OrderedDict[str, None] = OrderedDict()  # ids, the oldest first
 
     def __len__(self) -> int:

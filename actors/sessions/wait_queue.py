@@ -1,7 +1,7 @@
 """The queue of requests that wait for room in the pool: first in, first out, each with a deadline.
 
 If tenants share the pool, a request at its tenant's cap holds up its own tenant alone, and a request that stays within
-its tenant's floor goes before those of other tenants that wait for the pool.
+its tenant's floor goes before other tenants' requests that wait for the pool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Position(NamedTuple):
     tenant: str | None
     urgent: bool  # a running lease grows: it goes before new ones, which wait for it to end
     is_within_floor: Callable[[], bool]  # whether its tenant need not wait for others
-    num_tokens: int = 0  # of the lease that is to begin, or that it is to grow by
+    num_tokens: int = 0  # size of the lease that is to begin, or its growth
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +41,7 @@ class Waiter:
     lease_id: str
     position: Position
     attempt: Attempt
-    shortage: OutOfSlotsError  # of its last attempt
+    shortage: OutOfSlotsError  # result of its last attempt
     joined_at: float
     outcome: asyncio.Future[Message] = field(init=False)
     timer: asyncio.TimerHandle = field(init=False)
@@ -57,7 +57,8 @@ class WaitQueue:
         waiting: the number of queued requests, by tenant.
         num_waited: requests that were ever queued.
         wait_time: seconds that each was queued.
-        acquire_latency: seconds from the arrival of each `acquire` to its answer; the queue adds those that waited.
+        acquire_latency: seconds from the arrival of each `acquire` to its answer; the queue adds the requests that
+            waited.
 
     Args:
         max_waiters: see above.
@@ -73,7 +74,7 @@ class WaitQueue:
         self._queue: list[Waiter] = []
         self.waiting: Counter[str | None] = Counter()
         self._by_ticket: dict[int, Waiter] = {}  # queued, or with an outcome that was not collected yet
-        self._by_lease: dict[tuple[str, str], list[Waiter]] = {}  # the same
+        self._by_lease: dict[tuple[str, str], list[Waiter]] = {}  # (session id, lease id) -> the same waiters
         self._next_ticket = count(1)
 
     def __len__(self) -> int:
@@ -182,7 +183,7 @@ class WaitQueue:
                 self._forget(waiter)
 
     def withdraw(self, session_id: str, lease_id: str | None = None, error: CacheError | None = None) -> None:
-        """Remove a session's requests, or those of one of its leases, and drop their outcomes.
+        """Remove the requests of a session, or of one of its leases, and drop their outcomes.
 
         A caller that waits for one gets `error`; None: `UnknownLease`. O(1) for a lease that waits for nothing.
         """
