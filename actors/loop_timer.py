@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0  # after a failure
+_RETRY_S = 1.0  # pause after a failure
 
 
 class LoopTimer:

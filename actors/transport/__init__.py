@@ -1,1 +1,4 @@
-"""How messages travel between a client and a cache: in the process, by Ray calls, over a Unix socket."""
+"""How messages travel between a client and a cache, by Ray calls or over a Unix socket; mapped memory of pools; checks.
+
+The calls within one process are in `client`.
+"""

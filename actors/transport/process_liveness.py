@@ -2,7 +2,7 @@
 
 Each process opens a memfd with an id in its name, which others find through `/proc`, as they do a pool's. The path of
 the memfd names the process, and the id proves that it is the process which made the path: on another node, in another
-container or later, the same number can be that of another process. If the memfd cannot be found, the state of the
+container or later, another process can have the same number. If the memfd cannot be found, the state of the
 process is unknown. Children that the process forked do not count: they inherit the memfd, but not the number.
 """
 
@@ -16,7 +16,7 @@ import uuid
 import weakref
 from typing import Self
 
-_PATH = re.compile(r"(/proc/(\d{1,9})/fd/\d{1,9}):([0-9a-f]{32})")  # where a memfd is open, and the id in its name
+_PATH = re.compile(r"(/proc/(\d{1,9})/fd/\d{1,9}):([0-9a-f]{32})")  # path of an open memfd, and the id in its name
 _NAME = "raydix-life-"
 
 _own: tuple[int, str] | None = None  # the process that opened it, and its path
@@ -64,6 +64,6 @@ class ProcessLiveness:
         return bool(poll.poll(0))
 
     def _has_number(self, pid: int) -> bool:
-        """Return whether the process lives and has this number in `/proc`, which can be that of other containers."""
+        """Return whether the process lives and has this number in `/proc`, which can be another container's."""
         with open(f"/proc/self/fdinfo/{self._pidfd}") as facts:
             return f"Pid:\t{pid}\n" in facts and not self.has_ended()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ray import ActorID
     from ray.actor import ActorHandle
 
-RETRY_AFTER_S = 0.05  # of a `CacheBusy` for a client that has too many requests
+RETRY_AFTER_S = 0.05  # advice of a `CacheBusy` for a client that has too many requests
 _OWN_REASON = re.compile(r"raydix\.schemas\.errors\.CacheUnavailable: (.+)")
 
 Answering = Future[bytes] | asyncio.Future[bytes]
@@ -51,7 +51,7 @@ def when_answered(sent: Any, loop: asyncio.AbstractEventLoop, on_answer: OnAnswe
 
 
 def _pass_to_loop(loop: asyncio.AbstractEventLoop, on_answer: OnAnswer, answer: Answering) -> None:
-    if not loop.is_closed():  # no caller waits on one that is
+    if not loop.is_closed():  # no caller waits on a closed loop
         loop.call_soon_threadsafe(_pass_result, on_answer, answer)
 
 
@@ -59,7 +59,7 @@ def _pass_result(on_answer: OnAnswer, answer: Answering) -> None:
     result: Answer
     try:
         result = answer.result()
-    except (Exception, asyncio.CancelledError) as error:  # in place of an answer
+    except (Exception, asyncio.CancelledError) as error:  # the error takes the place of the answer
         result = error
     on_answer(result)
 

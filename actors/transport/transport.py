@@ -46,7 +46,7 @@ class Transport(Protocol):
         """Signal that the client lives. Takes up to `stay_s`, and fails as soon as the session or the cache ends."""
 
     def submit(self, request: Message, on_outcome: OnOutcome | None = None) -> asyncio.Future[Message]:
-        """Send a request after those submitted before it; the future brings the response or a `CacheError`.
+        """Send a request after all that were submitted before; the future brings the response or a `CacheError`.
 
         If the future is cancelled before the request is sent, the request is dropped, unless there is an `on_outcome`.
         That is called with the outcome of the request, before the future is settled.

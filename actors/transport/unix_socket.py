@@ -29,14 +29,14 @@ from raydix.schemas.protocol import check_handshake, packed_handshake
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 2**32 - 1  # of a payload
+MAX_FRAME_BYTES = 2**32 - 1  # largest payload
 MAX_FIRST_FRAME_BYTES = 64 * 2**20  # the largest that clients of protocol 0 send; a handshake takes a few
 SWITCH = "RAYDIX_CHANNEL"  # "0" in the environment of a client or a cache: no sockets, Ray calls only
 _HEADER = struct.Struct("<QI")  # the number of a batch, and the bytes that follow; never changes
-_HANDSHAKE_NUMBER = 0  # of the frame; batches count from 1
-_LONG_BYTES = 65_536  # of a payload: to copy it takes longer than to send its header apart
+_HANDSHAKE_NUMBER = 0  # number of its frame; batches count from 1
+_LONG_BYTES = 65_536  # payload that takes longer to copy than to send its header apart
 _BUFFER_BYTES = 262_144
-_CREDENTIALS = struct.Struct("3i")  # of a peer: process, user, group
+_CREDENTIALS = struct.Struct("3i")  # a peer's process, user, group
 
 Answer = bytes | memoryview | BaseException  # a memoryview is valid until the callback returns
 OnAnswer = Callable[[Answer], None]
@@ -73,7 +73,7 @@ class FramedProtocol(asyncio.BufferedProtocol, ABC):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse other users' processes."""
-        self._transport = cast(asyncio.Transport, transport)  # of whatever loop: uvloop's are no subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # a duck type: uvloop's are no subclass of it
         peer: socket.socket = transport.get_extra_info("socket")
         credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, user, _ = _CREDENTIALS.unpack(credentials)
@@ -129,7 +129,7 @@ class FramedProtocol(asyncio.BufferedProtocol, ABC):
         self._keep(view[at:], needed)
 
     def _keep(self, begun: memoryview, num_bytes: int) -> None:
-        """Have the rest of a frame that has begun read, of so many bytes as far as known."""
+        """Keep the start of an incomplete frame; read on into a buffer of its size, if that is known."""
         if begun and (self._buffer is self._shared or len(self._buffer) < num_bytes):
             self._buffer = np.empty(num_bytes, np.uint8).data  # not touched before it is filled
             self._buffer[: len(begun)] = begun
@@ -147,7 +147,7 @@ class UnixSocketClient(FramedProtocol):
 
     def __init__(self) -> None:
         super().__init__(new_buffer())
-        self._on_answer: dict[int, OnAnswer] = {}  # by the number of the batch
+        self._on_answer: dict[int, OnAnswer] = {}  # number of the batch -> callback
 
     @classmethod
     async def open(cls, address: str | None, holder: object) -> Self | None:

@@ -38,7 +38,7 @@ def _meant_ints(error: ValidationError) -> dict[str, int]:
     ints: dict[str, int] = {}
     for fault in error.errors(include_url=False):
         if fault["type"] == "int_type" and not isinstance(fault["input"], (bool, int)):
-            with suppress(Exception):  # any that a value raises which is asked for a number
+            with suppress(Exception):  # a value may raise anything where a number is asked of it
                 ints[str(fault["loc"][0])] = index(fault["input"])
     return ints
 
