@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _BEATS_PER_TTL = 3
 _MAX_BEAT_S = 3.0  # a graceful exit of this process waits for the calls that are in flight
-_RETRY_BEAT_S = 0.25  # while the cache does not answer
+_RETRY_BEAT_S = 0.25  # time between heartbeats while the cache does not answer
 _OPENING_S = 30.0  # a closing client waits at most this long for an opening that is in flight
 _SILENT_S = 5.0  # a cache is given up after this time without an answer, and at least the session's time to live
 
@@ -73,7 +73,7 @@ class ClientSession:
         config: the cache's configuration; set by the first opening, and so is the next.
         run_len: `CacheConfig.run_len`.
         writers: the leases and pools that may still be in use.
-        bound: the models that the client has bound, in this session and those before.
+        bound: the models that the client has bound, in this session and in earlier ones.
     """
 
     transport: Transport
@@ -89,8 +89,8 @@ class ClientSession:
         self.ready = self.closed = False
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._next: Transport | None = None  # of the session that is being opened
-        self._lost: Transport | None = None  # of the session before, until another is open
+        self._next: Transport | None = None  # transport of the session that is being opened
+        self._lost: Transport | None = None  # transport of the lost session, until another is open
         self._timer = LoopTimer(self._beat)
         self._beating: asyncio.Task[None] | None = None
         self._answered_at = 0.0  # loop time of the last answered beat; moved by the time in which the loop stood still
@@ -99,7 +99,7 @@ class ClientSession:
         self.writers = ExpiredWriters()
         self.bound = BoundModels()
         self._compensations: set[asyncio.Future[Message]] = set()
-        self._undos: dict[str, Undo] = {}  # by lease: undo requests to send when the cache answers again
+        self._undos: dict[str, Undo] = {}  # lease id -> undo request to send when the cache answers again
 
     # ---------------------------------------------------------------- life
 
@@ -129,7 +129,7 @@ class ClientSession:
         transport, lost = self.connector.make_transport(), self._lost
         self._next = transport
         if lost is not None:
-            self._renew_id()  # so that late messages of the lost session do not reach the new one
+            self._renew_id()  # late messages of the lost session do not reach the new one
         replaced = lost if lost is not None and not self.writers.may_write_through(lost) else None
         bound, bound_more = self.bound.latest(MAX_BOUND)
         request = make_request(
@@ -187,11 +187,11 @@ class ClientSession:
             await asyncio.gather(self._opening, return_exceptions=True)
         self._timer.stop()
         self._clock.stop()
-        for each in [*self.writers.take_sessions(), *([self.transport] if self.ready else [])]:
+        for transport in [*self.writers.take_sessions(), *([self.transport] if self.ready else [])]:
             try:
-                await each.close()
+                await transport.close()
             except (CacheUnavailable, StaleEpoch):
-                logger.info("the cache was gone when session %s closed", each.session_id)
+                logger.info("the cache was gone when session %s closed", transport.session_id)
 
     # ---------------------------------------------------------------- heartbeats and loss
 
@@ -203,7 +203,7 @@ class ClientSession:
         """Send a heartbeat. The cache answers it after `_beat_s`, when the next one is due."""
         if self.closed:
             return
-        if not self.ready:  # between two sessions
+        if not self.ready:  # the next session is not open yet
             self.writers.close_unused_sessions()
             if self.writers.has_sessions:
                 self._timer.schedule(self._beat_s)
@@ -362,7 +362,7 @@ class ClientSession:
             self._undos[request.lease_id] = request
 
     def _send_undos(self) -> None:
-        """Send the queued undo requests, except those of leases that this client has adopted since."""
+        """Send the queued undo requests, except for leases that this client has adopted since."""
         held = self.writers.held_lease_ids() if self._undos else set()
         while self._undos and self.ready and not self.closed:
             lease_id, request = self._undos.popitem()

@@ -77,7 +77,8 @@ class Lease:
             parts of this package.
     """
 
-    _ended = True  # until `__init__` is done: `__del__` runs also if it raises
+    # `__del__` runs also after an `__init__` that raised: there is no lease to end then.
+    _ended = True
 
     def __init__(
         self, client: LeaseClient, response: LeaseResponse, tokens: TokenIds, transport: Transport, run_len: int
@@ -85,8 +86,8 @@ class Lease:
         self.client = client
         self.transport = transport
         self._tokens = tokens  # ids that the client has sent to the cache, for comparisons
-        self._known_len = 0  # by `insert_next`
-        self._dtype: np.dtype[Any] | None = None  # of the caller's array, if `_tokens` has its bytes
+        self._known_len = 0  # tokens that the cache knows by `insert_next`
+        self._dtype: np.dtype[Any] | None = None  # dtype of the caller's array, if `_tokens` has its bytes
         self._held = LeaseSlots(response.page_starts, response.swa_page_starts, response.num_slots, run_len)
         self.state_slot = response.state_slot
         self.boundary_slot = response.boundary_slot
@@ -106,7 +107,7 @@ class Lease:
 
     @property
     def slots(self) -> torch.Tensor:
-        """The slot of each token, int64 on the CPU: [0, published_len) the tree's, the rest private. A copy.
+        """The slot of each token, int64 on the CPU: [0, published_len) the tree's, the others private. A copy.
 
         Raises:
             CacheUnavailable: the last insert was not answered, so the slots may have changed: insert again.
@@ -154,7 +155,7 @@ class Lease:
     async def insert(
         self, tokens: Any, *, release: bool = False, publish_state: bool = False, boundary_len: int | None = None
     ) -> InsertResponse:
-        """Publish computed tokens: whole pages of `tokens`, which begin with those the lease was acquired for.
+        """Publish computed tokens: whole pages of `tokens`, which begin with the tokens of `acquire`.
 
         From then on other requests hit them. If the tree has a page already, the lease's page is freed and `slots`
         names the tree's. `release=True` ends the lease in the same message. `publish_state=True` publishes a copy of
@@ -162,7 +163,7 @@ class Lease:
 
         Args:
             boundary_len: publish the state in `boundary_slot`, which the caller has copied there after so many tokens:
-                those of the last whole page. The slot is the cache's then: do not write it again. None: no page has
+                the end of the last whole page. The slot is the cache's then: do not write it again. None: no page has
                 ended since the lease began, or it has no such slot.
 
         Raises:

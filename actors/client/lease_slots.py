@@ -16,7 +16,7 @@ _INT32 = np.dtype("<i4")
 
 
 class LeaseSlots:
-    """The slots of a lease's tokens, and those of their window KV, in runs of consecutive slots.
+    """The slots of a lease's tokens, and the slots of their window KV, in runs of consecutive slots.
 
     Responses may come late, or never: each names the run that it begins at, and replaces the runs from there on.
     Requests are numbered in their order, in which they are executed.
@@ -48,7 +48,7 @@ class LeaseSlots:
     def __init__(self, starts: bytes, window_starts: bytes, num_slots: int, run_len: int) -> None:
         self.num_slots = num_slots
         self._run_len = run_len
-        self._known = starts  # as granted; unpacked into `_starts` when they are first read or changed
+        self._known = starts  # runs as granted, unpacked into `_starts` when they are first read or changed
         self._starts: NDArray[np.int64] | None = None
         self._buffer: NDArray[np.int64] | None = None  # begins with `_starts`, once runs were added
         self._window = window_starts
@@ -99,7 +99,7 @@ class LeaseSlots:
         return self._window_expanded
 
     def repoint(self, known_len: int, starts: bytes) -> None:
-        """Replace the runs from token `known_len` on by these; runs behind them stay."""
+        """Replace the runs from token `known_len` on by the new ones; runs behind them stay."""
         first, changed = self.count_runs(known_len), np.frombuffer(starts, _INT32)
         last = first + len(changed)
         self.starts[first:last] = changed
@@ -112,7 +112,7 @@ class LeaseSlots:
         return num_tokens // self._run_len
 
     def add_runs(self, number: int, known_runs: int, starts: bytes, window_starts: bytes, num_slots: int) -> None:
-        """Replace the runs from `known_runs` on by these, which cover `num_slots` tokens.
+        """Replace the runs from `known_runs` on by new ones, which cover `num_slots` tokens.
 
         There may be more runs than that, after an extend that was cancelled. If the request waited in the queue, runs
         that were repointed and a window that was set meanwhile are newer, and stay.
@@ -130,7 +130,7 @@ class LeaseSlots:
         self._expanded = self._window_expanded = None
 
     def set_window(self, number: int, window_starts: bytes) -> None:
-        """Replace the leading window runs by these, unless a later request than `number` has set them already."""
+        """Replace the leading window runs, unless a later request than `number` has set them already."""
         if number > self.window_number:
             self.window_number = number
             self._window = window_starts + self._window[len(window_starts) :]

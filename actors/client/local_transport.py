@@ -56,7 +56,7 @@ class LocalTransport:
         response: Outcome
         try:
             (response,) = self._host.service.execute(self.session_id, self.epoch, (request,)).responses
-        except CacheError as error:  # of the session, not of the request
+        except CacheError as error:  # the session's error, not the request's
             if isinstance(error, (StaleEpoch, LeaseExpired)):
                 self.lost = error
             response = error

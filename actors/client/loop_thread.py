@@ -85,7 +85,7 @@ class LoopThread:
     def stop(self) -> None:
         """End the loop with its tasks, and the thread. Idempotent; a later `run` starts another.
 
-        In a forked process it has no effect, as the loop is that of the process before.
+        In a forked process it has no effect, as the loop belongs to the process before.
         """
         if self._is_forked:
             return

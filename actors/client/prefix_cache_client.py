@@ -247,7 +247,7 @@ class PrefixCacheClient:
         resumed: bool = False,
         boundary_state: bool = False,
     ) -> Lease:
-        """Lock the cached prefix of `tokens` and allocate slots for the rest and `new_tokens` more, in one step.
+        """Lock the cached prefix of `tokens`, and allocate slots for the others and `new_tokens` more, in one step.
 
         If slots are short, the cache evicts. If that is not enough, the request waits in a FIFO queue.
 
@@ -257,7 +257,7 @@ class PrefixCacheClient:
             extra_key: part of the namespace, as are the next two: only requests with the same three share KV. For
                 everything that changes the KV of the same ids, such as the hash of an image.
             lora_id: the adapter that computes the KV; None: the base model.
-            cache_salt: a secret or a tenant's name that separates its prefixes from those of others.
+            cache_salt: a secret or a tenant's name that separates its prefixes from other tenants'.
             new_tokens: slots for this many more tokens behind the prompt, for decoding; `extend` adds more later.
             max_prefix_len: match at most this many tokens; `len(tokens) - 1` leaves one to compute for its logits.
                 None: all.
@@ -270,8 +270,8 @@ class PrefixCacheClient:
                 evictable, it is None.
 
         Returns:
-            The lease, to be awaited or entered once. `lease.slots` has `len(tokens) + new_tokens` entries: those of
-            the first `prefix_len` tokens are locked in the tree, the others are private. End it with `async with`,
+            The lease, to be awaited or entered once. `lease.slots` has `len(tokens) + new_tokens` entries: the first
+            `prefix_len` are locked in the tree, the others are private. End it with `async with`,
             `release` or `abort`.
 
         Raises:
@@ -545,10 +545,10 @@ class PrefixCacheClient:
 
         The first session sets the fingerprint of a generation, which outlives that session; sessions with an equal one
         join. `retire(lora_id=...)` begins the next generation, without a fingerprint; `reset()` and `set_weights` begin
-        that of every `lora_id` and of the base. A session that is bound to an earlier generation gets ConfigMismatch
-        from `acquire`, `lock` and `adopt` in that `lora_id` (of the base: everywhere) until it has bound again. So does
-        a client that has lost its session: the next one is bound to nothing yet. Sessions that bind nothing are not
-        checked.
+        the next one of every `lora_id` and of the base. A session that is bound to an earlier generation gets
+        ConfigMismatch from `acquire`, `lock` and `adopt` in that `lora_id` (of the base: everywhere) until it has bound
+        again. So does a client that has lost its session: the next one is bound to nothing yet. Sessions that bind
+        nothing are not checked.
 
         If weights are replaced under one `lora_id`: stop requests, push to every worker, retire, bind again.
 
@@ -707,7 +707,7 @@ class PrefixCacheClient:
             StaleEpoch: the cache has restarted; its events begin again.
             CacheUnavailable: the cache does not answer, as while it restarts.
 
-        After either of these a new snapshot and a new `events()` go on.
+        After StaleEpoch or CacheUnavailable, a new snapshot and a new `events()` go on.
         """
         return read_events(self.session, after_seq)
 
