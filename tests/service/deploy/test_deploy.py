@@ -27,11 +27,11 @@ from raydix.actors import (
     PrefixCacheClient,
     connect,
     connect_fleet,
-    deploy,
     shutdown_cache,
     start_cache,
     start_cache_async,
 )
+from raydix.actors.cluster import deploy
 from raydix.actors.cluster.placement import beside
 from raydix.actors.service.cache_actor import PrefixCacheActor
 from raydix.cache_core.kernels import CORE

@@ -18,7 +18,6 @@ PUBLIC_NODES = {"MambaTreeNode"}  # nodes of users derive from it, too
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public, whatever they are called
 
 PRIVATE_ATTRIBUTES_READ_ELSEWHERE = {  # of other packages, which have no public name for them; may only shrink
-    "actors/engines/block_copies.py _foreach_copy_",
     "actors/serve/router.py _deployment_id",
     "actors/huggingface/fingerprint.py _version",
     "actors/huggingface/small_twin.py _attn_implementation_internal",
