@@ -1,13 +1,13 @@
 """The cache core: prefix caches, the pools of their slots, and leases; synchronous, without Ray, asyncio or pydantic.
 
-The folders, from the ground up; each imports only those above it in this list:
+The folders, from the ground up; each imports only the folders above it:
 
     kernels      the inner loops: Python, compiled by Cython where there is a C compiler
     tree         the structure of a radix tree: keys, nodes, packed slots, hashes of pages
     eviction     which node is evicted next: policies, queues, tenants' shares, the history of evictions
     pool         the tensors of KV and states, and the allocators of their pages
     components   what a node holds: KV of all tokens, KV of a window, a recurrent state
-    radix        the prefix cache over these: match, insert, lock, evict, explain, publish events
+    radix        the prefix cache over a tree and its components: match, insert, lock, evict, explain, publish events
     leases       leases over a prefix cache and its pools: `KVCache`
     rows         caches in which each sequence occupies one row of a tensor (kind "slots")
     trie         the nodes of `RadixTrie`, which takes any hashable tokens (kind "trie")
@@ -16,13 +16,13 @@ The folders, from the ground up; each imports only those above it in this list:
 
 How a request runs, inside the core:
 
-    KVCache.acquire        counts the request, and matches the key in the prefix cache
-    PrefixCache.match      walks the radix tree; each component limits where the match may end
+    KVCache.acquire            counts the request, and matches the key in the prefix cache
+    PrefixCache.match_pages    walks the radix tree; each component limits where the match may end
     PrefixCache.inc_lock_ref   locks the matched path, so that it cannot be evicted
-    LeaseAllocator         takes free pages for the rest; evicts the shortfall first
-    LeaseTable.add         opens the lease: the matched pages, then its private ones
-    KVCache.insert         inserts computed pages into the tree; frees the pages that the tree has already
-    KVCache.release        unlocks the path and frees the pages that are still private
+    LeaseAllocator             takes free pages for the unmatched tokens; evicts the shortfall first
+    LeaseTable.add             opens the lease: the matched pages, then its private ones
+    KVCache.insert             inserts computed pages into the tree; frees the pages that the tree has already
+    KVCache.release            unlocks the path and frees the pages that are still private
 """
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, InsertResult, MatchResult

@@ -41,7 +41,7 @@ class MatchResult:
     """The longest cached prefix of a key. It is not locked: lock `last_node` before the next eviction."""
 
     indices: torch.Tensor  # int64 on the CPU, one slot per matched token; a copy that the caller owns
-    last_node: Any = None  # where the match ends; the root on a miss
+    last_node: Any = None  # the node at the end of the match; the root on a miss
     prefix_len: int = 0  # tokens; a multiple of page_size; == len(indices)
     # tokens, if more than prefix_len: the longest prefix that a state or window at its end would make usable
     mamba_branching_seqlen: int | None = None
@@ -53,7 +53,7 @@ class InsertResult:
     """The result of an insert. The caller must free `duplicate_indices`: the cache frees no incoming slots."""
 
     prefix_len: int = 0  # leading tokens that the tree had already
-    last_node: Any = None  # where the inserted key ends; the root if it has no whole page
+    last_node: Any = None  # the node at the end of the inserted key; the root if it has no whole page
     mamba_exist: bool = False  # whether the last node had a state already
     duplicate_indices: torch.Tensor = NO_SLOTS  # int64; incoming slots that the tree did not adopt
 
@@ -74,7 +74,7 @@ class PageMatch(NamedTuple):
     last_node: Any
     starts: Starts  # [prefix_len / page_size], a copy
     full_prefix_len: int  # leading tokens with full KV in the cache, usable or not
-    branching_len: int | None  # as `MatchResult.mamba_branching_seqlen`
+    branching_len: int | None  # `MatchResult.mamba_branching_seqlen`
 
 
 class PageInsert(NamedTuple):
@@ -213,7 +213,7 @@ class BasePrefixCache(ABC):
         """Release the window of a lock before the lock itself; the full KV stays locked. Idempotent."""
 
     def check_window_locks(self, receipts: Iterable[Any]) -> None:  # noqa: B027 -- no effect without a window
-        """Raise AssertionError unless the locks of these receipts hold their tails, and no others do. O(n)."""
+        """Raise AssertionError unless the receipts' locks hold their tails, and no other locks do. O(n)."""
 
     # ---------------------------------------------------------------- states
 
@@ -248,7 +248,7 @@ class BasePrefixCache(ABC):
     # ---------------------------------------------------------------- tenants
 
     def divide(self, tenants: Tenants) -> None:
-        """Guarantee the floors of these tenants from now on, and count their tokens. The cache must be empty.
+        """Guarantee the tenants' floors from now on, and count their tokens. The cache must be empty.
 
         Raises:
             ValueError: this kind of cache cannot be divided among tenants.

@@ -36,7 +36,7 @@ class ContentError(CoreError):
 
 
 class LeaseRangeError(CoreError, ValueError):
-    """The tokens lie beyond the end of the lease, or differ from those that it was acquired for."""
+    """The tokens lie beyond the end of the lease, or differ from the tokens that it was acquired for."""
 
 
 class OutOfSlotsError(CoreError):

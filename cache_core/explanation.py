@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 Reason = Literal[
     "complete",  # every token can be used
-    "page_alignment",  # every whole page can be used; the rest is less than a page
+    "page_alignment",  # every whole page can be used; less than a page is left over
     "window",  # more full KV is cached, but not the sliding-window KV that its end needs
     "no_state",  # more full KV is cached, but no recurrent state at its end
     "evicted",  # the next page was evicted
@@ -31,13 +31,13 @@ class Elsewhere(NamedTuple):
 class Explanation:
     """Where a match ends, and why."""
 
-    num_tokens: int  # of the key
+    num_tokens: int  # the key's length
     prefix_len: int  # leading tokens that can be used
     full_prefix_len: int  # leading tokens with full KV in the cache
     reason: Reason
-    cause: str | None = None  # of an eviction: "watermark", "shortfall", "cap" or "request"
-    seconds_ago: float | None = None  # of an eviction or a retirement
-    remembered_s: float | None = None  # for "never_stored" and "forgotten": the known absence of the next page
+    cause: str | None = None  # an eviction's: "watermark", "shortfall", "cap" or "request"
+    seconds_ago: float | None = None  # the age of the eviction or retirement
+    remembered_s: float | None = None  # the known absence of a "never_stored" or "forgotten" next page
     elsewhere: Elsewhere | None = None  # the namespace with the most tokens, if any has more than this one
 
     @classmethod

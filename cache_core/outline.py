@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 _MAX_SEEN = 4096  # nodes: a few milliseconds
-_MAX_CHILDREN_SEEN = 256  # of one node, the latest: leaves some of `_MAX_SEEN` for the nodes below them
+# The latest children of one node. The limit leaves some of `_MAX_SEEN` for the nodes below them.
+_MAX_CHILDREN_SEEN = 256
 SHOWN = 8  # token ids per node
 
 
@@ -40,7 +41,7 @@ class OutlineLimits(NamedTuple):
     """The most that `outline` returns."""
 
     max_nodes: int
-    max_depth: int  # below the namespaces, which are at depth 0
+    max_depth: int  # namespaces are at depth 0
     max_width: int  # children of a node, and namespaces
 
 
@@ -49,15 +50,15 @@ class Outline(NamedTuple):
 
     nodes: list[OutlineNode]  # parents before children, the largest first; of a sample, the namespaces only
     now: int  # tick
-    num_namespaces: int  # of the tree
+    num_namespaces: int  # all namespaces in the tree
 
 
 @dataclass(slots=True, eq=False)
 class OutlineNode:
     """A node, and the totals of it and all nodes below it."""
 
-    node: Any  # with `children`
-    own_tokens: int  # of this node
+    node: Any  # the tree's node, which has `children`
+    own_tokens: int  # tokens in this very node
     num_locks: int
     hits: int  # matches that ended at it or below
     last_used: int  # tick; the latest use of it or a node below
@@ -82,7 +83,7 @@ class OutlineNode:
 
     @property
     def tokens(self) -> list[int]:
-        """The first few token ids after those that it shares with its siblings: they may begin a page alike."""
+        """The first few token ids after the ids that it shares with its siblings, which may begin a page alike."""
         return self._ids_after(0 if self.parent is None else self.parent._alike_below())
 
     def _ids_after(self, num_skipped: int) -> list[int]:
@@ -120,7 +121,7 @@ def outline(tops: Collection[Any], describe: Describe, limits: OutlineLimits, no
     for _ in range(limits.max_depth + 1):
         level = level[: limits.max_nodes - len(nodes)]
         nodes += level
-        level = [child for each in level for child in each.children[: limits.max_width]]
+        level = [child for node in level for child in node.children[: limits.max_width]]
     return Outline(nodes, now, len(tops))
 
 
@@ -155,20 +156,20 @@ def _visit(tops: Iterable[Any], describe: Describe, choose: Choose, estimate: bo
             child.parent = above
             above.children.append(child)
             seen.append(child)
-    for each in reversed(seen):  # children before parents
-        _sum_up(each, estimate)
+    for node in reversed(seen):  # children before parents
+        _sum_up(node, estimate)
     return sorted(namespaces, key=_size, reverse=True)
 
 
-def _sum_up(each: OutlineNode, estimate: bool) -> None:
-    """Add the totals of the visited children; in an estimate, these stand for all children."""
-    children = each.children
-    factor = each.num_children / len(children) if estimate and children else 1
-    each.is_whole = len(children) == each.num_children and all(child.is_whole for child in children)
-    each.num_nodes = 1 + round(factor * sum(child.num_nodes for child in children))
-    each.tokens_below = each.own_tokens + round(factor * sum(map(_size, children)))
-    each.hits += round(factor * sum(child.hits for child in children))
-    each.last_used = max([each.last_used, *(child.last_used for child in children)])
+def _sum_up(node: OutlineNode, estimate: bool) -> None:
+    """Add the totals of the visited children; in an estimate, the visited ones stand for all children."""
+    children = node.children
+    factor = node.num_children / len(children) if estimate and children else 1
+    node.is_whole = len(children) == node.num_children and all(child.is_whole for child in children)
+    node.num_nodes = 1 + round(factor * sum(child.num_nodes for child in children))
+    node.tokens_below = node.own_tokens + round(factor * sum(map(_size, children)))
+    node.hits += round(factor * sum(child.hits for child in children))
+    node.last_used = max([node.last_used, *(child.last_used for child in children)])
     children.sort(key=_size, reverse=True)
 
 
@@ -176,17 +177,17 @@ def _merge_chains(nodes: list[OutlineNode]) -> None:
     """Merge each node that has one child with that child."""
     stack = list(nodes)
     while stack:
-        each = stack.pop()
-        while each.num_children == 1 and each.children:
-            (below,) = each.children
-            if not each.own_tokens:
-                each.node = below.node
-            each.own_tokens += below.own_tokens
-            each.num_children, each.children = below.num_children, below.children
-        for child in each.children:
-            child.parent = each
-        stack += each.children
+        node = stack.pop()
+        while node.num_children == 1 and node.children:
+            (below,) = node.children
+            if not node.own_tokens:
+                node.node = below.node
+            node.own_tokens += below.own_tokens
+            node.num_children, node.children = below.num_children, below.children
+        for child in node.children:
+            child.parent = node
+        stack += node.children
 
 
-def _size(each: OutlineNode) -> int:
-    return each.tokens_below
+def _size(node: OutlineNode) -> int:
+    return node.tokens_below

@@ -10,7 +10,7 @@ Rules, checked by `check_invariants`:
 2. A node is in its parent's `children` under its first page; its `parent` and `root` are set.
 3. A sequence that uses a node uses its parent. A node counts, for each of its users, the children that this user uses.
 4. The eviction queue holds the unused leaves only, and all of them.
-5. `num_blocks` counts the blocks in the trie, `num_evictable_blocks` those of unused nodes.
+5. `num_blocks` counts the blocks in the trie, `num_evictable_blocks` the blocks of unused nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RadixTrie:
     """The prefix cache for paged attention with whole blocks (after the contract of Modular MAX's ``RadixTrie``).
 
     Tokens may be any hashable values, compared by value. A block may be any value with equality, and holds `page_size`
-    tokens. Scalars of NumPy and torch equal those of Python. The trie owns an inserted block until `evict_blocks`
+    tokens. Scalars of NumPy and torch equal Python's. The trie owns an inserted block until `evict_blocks`
     returns it or `on_displaced` is called with it. Neither happens while a sequence uses the node: mark the matched
     node before you rely on its blocks.
 
@@ -58,7 +58,7 @@ class RadixTrie:
         self.page_size = page_size
         self.on_displaced = on_displaced
         self.root = TrieNode(None, [], [], 0)  # the end of the empty prefix: never used, evicted or stale
-        self.num_blocks = 0  # in the trie
+        self.num_blocks = 0  # the blocks of all nodes
         self.num_evictable_blocks = 0  # the blocks that `evict_blocks` can return now
         self._queue: RecencyQueue[TrieNode] = RecencyQueue(attrgetter("last_access_time"))
         self._clock = 0

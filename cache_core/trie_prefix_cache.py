@@ -65,7 +65,7 @@ class TriePrefixCache(BasePrefixCache):
         self._displaced: list[int] = []
         self._trie = self._new_trie()
         self._retired: list[RadixTrie] = []
-        self._times_retired: dict[str | None, int] = {}  # by namespace; only those still in the trie
+        self._times_retired: dict[str | None, int] = {}  # namespace that is still in the trie -> count
         self._sequences = count(1)
         self._open: dict[int, TrieHandle] = {}
 

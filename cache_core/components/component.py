@@ -86,7 +86,7 @@ class Component(ABC):
 
 
 def assert_queued(queue: RecencyQueue[Any], nodes: Collection[TreeNode]) -> None:
-    """Raise AssertionError unless exactly these nodes are in a component's queue, in order. O(n)."""
+    """Raise AssertionError unless exactly `nodes` are in a component's queue, in order. O(n)."""
     missing = [node for node in nodes if node not in queue]
     assert not missing and len(queue) == len(nodes), f"{len(queue)} nodes are queued, not {len(nodes)}: {missing=}"
     queue.check_invariants()

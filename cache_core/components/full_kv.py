@@ -2,14 +2,14 @@
 
 Rules, checked by `check`:
 
-1. `evictable` is the tokens of nodes without locks, `protected` of those with; both together, all tokens.
-2. A node's `lock_ref` counts its own locks and those of its children.
-3. The unlocked leaves, and no others, stand in the eviction queue; `Tenants` finds those of retired namespaces.
+1. `evictable` is the tokens of nodes without locks, `protected` of nodes with a lock; both together, all tokens.
+2. A node's `lock_ref` counts its own locks and its children's.
+3. The unlocked leaves, and no others, stand in the eviction queue; `Tenants` finds the leaves of retired namespaces.
 
 In a tree that is divided among tenants, also:
 
-4. `cached` of a tenant is the tokens of its nodes, `evictable` those of nodes without locks, `dead` those of nodes
-   without locks in retired namespaces.
+4. A tenant's `cached` is the tokens of its nodes; its `evictable`, the tokens of its nodes without locks; its `dead`,
+   the evictable tokens in retired namespaces.
 5. A namespace's `evictable` is the tokens of its nodes without locks.
 """
 
@@ -30,7 +30,7 @@ from raydix.cache_core.tree.tree_node import Namespace, TreeNode
 class FullKV(LockAccounting):
     """Locks, sizes and eviction order of the full KV, by tenant.
 
-    Where the rest is the only tenant, no node is counted by tenant, and the compiled loops do all of the work.
+    If no tenant is configured, no node is counted by tenant, and the compiled loops do all of the work.
 
     Attributes:
         policy: the eviction policy.

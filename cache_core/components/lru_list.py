@@ -78,9 +78,9 @@ class LRUList:
             path.append(node)
             assert isinstance(node.parent, MambaTreeNode), f"{root} is not above {path[0]}"
             node = node.parent
-        for each in reversed(path):
-            if each in self:
-                self.touch_mru(each)
+        for above in reversed(path):
+            if above in self:
+                self.touch_mru(above)
 
     def get_lru_leaf_unlocked(self) -> MambaTreeNode | None:
         """The least recently used node without children and locks; passes over the others. None if there is none."""

@@ -35,7 +35,7 @@ class MambaTreeNode(TreeNode):
 
     @property
     def mamba_lock_ref(self) -> int:
-        """Locks on the state: those taken on this very node."""
+        """Locks on the state, which are taken on this very node."""
         return self.own_locks
 
     @property

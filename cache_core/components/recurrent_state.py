@@ -45,7 +45,7 @@ class RecurrentState(Component):
         self._pool = pool
         self._is_used = getattr(pool, "is_used", None)
         self._held: set[int] = set()  # slots that are the tree's
-        self._dropped: deque[int] = deque()  # those that left the tree and are not freed yet
+        self._dropped: deque[int] = deque()  # slots that left the tree and are not freed yet
 
     def checked(self, slot: int) -> int:
         """Return a state slot if the tree can adopt it.
@@ -95,14 +95,14 @@ class RecurrentState(Component):
         self._give_up(holder, holder.mamba_value)
 
     def release_dropped(self) -> None:
-        """Free the slots of dropped states. If the pool refuses one, the next call frees those that follow it."""
+        """Free the slots of dropped states. If the pool refuses one, the next call frees the slots after it."""
         while self._dropped:
             slot = self._dropped.popleft()
             if self._pool is not None:
                 call_pool(self._pool.free_track_slot, slot, refused="states that were in the tree")
 
     def touch(self, end: TreeNode, now: int) -> None:
-        """Note the use of the state at the end; those above are not used."""
+        """Note the use of the state at the end; the states above are not used."""
         cast(MambaTreeNode, end).mamba_access_time = now
         if end in self._queue:
             self._queue.push(end)

@@ -11,12 +11,12 @@ the last `window` tokens are all live, or all tokens up to the root. For a windo
 A request ends its match at least one token before its end, so the same prompt again needs the window that ends a page
 earlier. So the tail of a prefix is one window in whole pages and one page more; of pages of one token, two more: see
 `kept_tail`. A lock holds the tail up to its node, and nothing above. Eviction makes tombstones of nodes that no lock
-holds so: first of those that no tail had, then of those with the tail that was used least recently. Fresh KV for a
+holds so: first of nodes that were in no tail, then of nodes in the tail that was used least recently. Fresh KV for a
 tombstone's tokens heals it.
 
 Rules, checked by `check`:
 
-1. `evictable` is the tokens of live nodes that no window lock holds, `protected` of those that one does.
+1. `evictable` is the tokens of live nodes without a window lock, `protected` of live nodes with one.
 2. `swa_lock_ref` of a node is at most its `lock_ref`.
 3. The live nodes are in the queue, held or not. A held node that an eviction pops moves to the waiting nodes until its
    last window lock is released.
@@ -37,8 +37,8 @@ from raydix.cache_core.pool.release import call_pool, page_variant, release_vict
 from raydix.cache_core.tree.packed_slots import Row, expand_slots, meet
 from raydix.cache_core.tree.tree_node import TreeNode
 
-_BITS_OF_A_DEPTH = 40  # of a token, from the root
-_NEVER = 2**62  # ticks; a node that was in no tail yet comes before all others, the oldest of these first
+_BITS_OF_A_DEPTH = 40  # A depth is counted in tokens.
+_NEVER = 2**62  # ticks; nodes that were in no tail yet come before all others, the oldest first
 
 
 def kept_tail(window: int, page_size: int) -> int:
@@ -59,7 +59,7 @@ class WindowReceipt:
     __slots__ = ("node", "released", "start", "used")
 
     def __init__(self, node: TreeNode, start: int) -> None:
-        self.node = node  # where the lock was taken
+        self.node = node  # the locked node
         self.start = start  # tokens above it are not held
         self.released = False  # the window was released early
         self.used = False
@@ -231,7 +231,7 @@ class WindowKV(Component):
             parent = node.parent
             assert parent is not None
             node, stop = parent, parent.end
-        while used:  # from the top down, in the order of their ranks
+        while used:  # the upper nodes first, in the order of their ranks
             queue.push(used.pop())
 
     def on_split(self, above: TreeNode, node: TreeNode) -> None:
@@ -302,7 +302,7 @@ class WindowKV(Component):
         self.protected -= freed
 
     def pop_victim(self) -> TreeNode | None:
-        """Take out the live node that was longest in no tail, among those without a window lock; None if none.
+        """Take out the live node without a window lock that was longest in no tail; None if there is none.
 
         Of the nodes of one tail the upper goes first: a match that ends in the tail needs the lower ones. Held
         nodes that come before it move to the waiting nodes: one step for each, once per time that it is held.
@@ -333,7 +333,7 @@ class WindowKV(Component):
         assert protected == self.protected, f"rule 1: {protected=}, but {self.protected=}"
 
     def check_locks(self, nodes: Iterable[TreeNode], receipts: Iterable[WindowReceipt]) -> None:
-        """Raise AssertionError unless the locks of these receipts hold their tails, and no others do. O(n)."""
+        """Raise AssertionError unless the receipts' locks hold their tails, and no other locks do. O(n)."""
         locks: Counter[TreeNode] = Counter()
         for receipt in receipts:
             node, start = receipt.node, max(0, receipt.node.end - self.tail)

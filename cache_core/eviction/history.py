@@ -15,7 +15,7 @@ MAX_ENTRIES = 16_384
 class EvictionRecord(NamedTuple):
     """The eviction or retirement of one node or namespace."""
 
-    at_s: float  # by the history's clock
+    at_s: float  # the time by the history's clock
     cause: str
     used_at: int = 0  # ticks of the tree's clock: the last use of the node
     num_tokens: int = 0
@@ -52,7 +52,7 @@ class EvictionHistory:
         self.began_at = clock()
 
     def record_evicted(self, nodes: Iterable[TreeNode], page_size: int) -> None:
-        """Record nodes that have left their tree, but for those of retired namespaces: the retirement is recorded."""
+        """Record nodes that have left their tree. The retirement of a namespace records all of its nodes."""
         now, cause = self.clock(), self.cause
         for node in nodes:
             namespace, parent = node.namespace, node.parent
@@ -68,7 +68,7 @@ class EvictionHistory:
         self._note(self._retired, extra_key, EvictionRecord(self.clock(), "retired"))
 
     def evicted(self, above: Hashable, page: bytes) -> EvictionRecord | None:
-        """Return the record of the page with these packed ids that followed a place; None if there is none."""
+        """Return the record of the page with the packed ids `page` that followed a place; None if there is none."""
         return self._evicted.get((above, hash(page)))
 
     def retired(self, extra_key: str | None) -> EvictionRecord | None:

@@ -16,8 +16,10 @@ from typing import Any
 from raydix.cache_core import kernels
 from raydix.cache_core.tree.tree_node import TreeNode
 
-Rank = Any  # of one type within a queue, and ordered: the lowest goes first
-Entry = tuple[Rank, int, TreeNode]  # with the node's id: of equal ranks the older node goes first
+# The ranks of a queue are of one ordered type; the node of the lowest rank goes first.
+Rank = Any
+# The id in the middle is the node's: among equal ranks the older node goes first.
+Entry = tuple[Rank, int, TreeNode]
 
 _LONGEST = 1024  # entries of a run of `LateNodes`; a longer one is split in two
 
@@ -93,8 +95,9 @@ class LateNodes:
 class EvictionQueue(kernels.RankedQueue):
     """The candidates for eviction of a tree, in rank order. A node is in one queue of this class at most.
 
-    `push`, `discard`, `touch` and `pop` are those of the ranking. It hands late nodes to the hooks below. Compiled, a
-    node that is a few places late goes into the ranking too, as when leases end in another order than they began.
+    `push`, `discard`, `touch` and `pop` are inherited from the ranking. It hands late nodes to the hooks below.
+    Compiled, a node that is a few places late goes into the ranking too, as when leases end in another order than they
+    began.
 
     Args:
         rank: the order of the nodes. After a change of a queued node's rank, the caller must `touch` it.
@@ -143,11 +146,12 @@ class EvictionQueue(kernels.RankedQueue):
         return first[2]
 
     def check(self, candidates: set[TreeNode]) -> None:
-        """Raise AssertionError unless these are exactly the candidates, in their order. O(n log n)."""
+        """Raise AssertionError unless the queue holds exactly `candidates`, in their order. O(n log n)."""
         ranked, late = self.ranked(), list(self._late)
         for part in (ranked, late):
             assert [entry[:2] for entry in part] == sorted(entry[:2] for entry in part), f"out of order: {part}"
-        assert self._late.ranks == {node: rank for rank, _, node in late}, "the late nodes are not those with a rank"
+        ranks = {node: rank for rank, _, node in late}
+        assert self._late.ranks == ranks, "the late nodes are not the nodes with a rank"
         assert self.num_late == len(late), f"{self.num_late=}, but there are {len(late)}"
         known = {node: rank for rank, _, node in (*ranked, *late)}
         assert known.keys() == candidates, f"queued wrongly or not at all: {candidates ^ known.keys()}"

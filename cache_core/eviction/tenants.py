@@ -1,13 +1,13 @@
 """`Tenants`: the tenants that share a pool of slots, with their floors, caps and eviction candidates.
 
-A tenant is one namespace with a floor, a cap, or both; all other namespaces together are the rest, with neither. It
-holds the tree's tokens of its namespace and the private slots of its leases:
+A tenant is one namespace with a floor, a cap, or both; all other namespaces together are one tenant with neither,
+`Tenants.rest`. A tenant holds the tree's tokens of its namespace and the private slots of its leases:
 
     floor 40    others take nothing of it up to here; slots above are lent, and are evicted when others need them
     cap 100     it never holds more: it evicts its own slots first, and a request beyond that is refused
 
 A floor reserves nothing: others may use the slots that its tenant does not. Only full slots count, no window or state:
-where those run short, a leaf that a floor keeps may lose its window or its state, and end no match then.
+where windows or states run short, a leaf that a floor keeps may lose its window or its state, and end no match then.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Tenant:
     `cached`, `evictable` and `dead` are counted only in a tree that is divided among tenants.
 
     Args:
-        name: in reports and errors; None for the rest.
+        name: in reports and errors; None for `Tenants.rest`.
         extra_key: its namespace.
         floor: as long as it holds no more, its slots are kept from others. Whole pages.
         cap: it holds no more; None: as much as there is. Whole pages.
@@ -92,15 +92,15 @@ class Tenant:
         self.extra_key = extra_key
         self.floor = floor
         self.cap = cap
-        self.private = 0  # its leases' own, those in quarantine included
-        self.evicted = 0  # since the start, but for retired nodes
+        self.private = 0  # slots of its leases alone; leases in quarantine are included
+        self.evicted = 0  # slots since the start; retired nodes are not counted
         self.clear()
 
     def clear(self) -> None:
         """Forget the cached slots."""
-        self.cached = 0  # in the tree
-        self.evictable = 0  # of the cached, those without a lock
-        self.dead = 0  # of the evictable, those of retired namespaces, which no floor keeps
+        self.cached = 0  # slots in the tree
+        self.evictable = 0  # cached slots without a lock
+        self.dead = 0  # evictable slots of retired namespaces, which no floor keeps
         self.retired = RetiredNodes()
 
     @property
@@ -119,7 +119,7 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants of one pool, and the rest. As one queue, it holds the eviction candidates of all of them.
+    """The tenants of one pool, with one tenant for all other namespaces. It holds their eviction candidates as one queue.
 
     Attributes:
         configured: the tenants with a floor or a cap.
@@ -197,7 +197,7 @@ class Tenants:
         return node in self.of_node(node).queue
 
     def check(self, candidates: set[TreeNode]) -> None:
-        """Raise AssertionError unless these are exactly the candidates, each in its tenant's queue. O(n log n)."""
+        """Raise AssertionError unless exactly `candidates` are queued, each in its tenant's queue. O(n log n)."""
         for tenant in self._all:
             tenant.queue.check({node for node in candidates if self.of_node(node) is tenant})
 

@@ -25,7 +25,7 @@ def page_hashes(
         tokens: the prompt's token ids, as `RadixKey` takes them, or a `RadixKey`.
         page_size: tokens of a page of the caches.
         stride_tokens: of their events; a multiple of `page_size`. None: every page.
-        namespace: as `frame_namespace` gives it; None: that of `tokens` if it is a key, else the default one.
+        namespace: as `frame_namespace` gives it; None: the key's if `tokens` is a key, else the default one.
         bigram: the caches' keys are pairs of neighbouring tokens.
 
     Returns:

@@ -14,7 +14,7 @@ from raydix.cache_core.fleet_index.page_hashes import Hashes
 from raydix.cache_core.kernels import COMPILED, NOTE, PENDING, PROMISED, STORED, PageTable
 
 _ALL = -1
-_CELLS_A_PAGE = 8  # of the table that are freed of dead entries for each page that comes
+_CELLS_A_PAGE = 8  # cells of the table to free of dead entries for each page that comes
 _NO_PAGES = np.empty(0, np.int64)
 
 
@@ -42,8 +42,8 @@ class PageIndex:
     """The pages that caches hold, by hash. Each cache is a column, named by a number.
 
     A page is stored or pending, as the cache's events say, or promised by the owner of this index, after a request was
-    sent there; or several of these. A pending page belongs to a granted lease and will be published. All caches of an
-    index must have the same page size and stride: a page stands for the tokens up to the end of a stride.
+    sent there; or more than one of the three. A pending page belongs to a granted lease and will be published. All
+    caches of an index must have the same page size and stride: a page stands for the tokens up to the end of a stride.
 
     The index is a hint. Synchronous; not thread-safe. Every call is atomic.
 
@@ -104,7 +104,7 @@ class PageIndex:
         counts: NDArray[np.int32],
         hashes: Hashes,
     ) -> Applied:
-        """Apply a batch of a cache's events: those with the numbers in (seq - len(kinds), seq].
+        """Apply a batch of a cache's events, which have the numbers in (seq - len(kinds), seq].
 
         Events of the batch that were applied before are skipped. A column without a snapshot takes the events of any
         epoch, from its first event on.
@@ -115,7 +115,7 @@ class PageIndex:
             seq: the number of the last event.
             kinds: one byte an event: 0 pages stored, 1 removed, 2 all pages gone, 3 pending, 4 not pending, 5 none.
             counts: the number of pages of each event.
-            hashes: of these pages, event after event.
+            hashes: the pages of all events, event after event.
 
         Returns:
             `Applied.NEEDS_SNAPSHOT` if events are missing: the column stays as it is until `apply_snapshot`.
@@ -124,7 +124,7 @@ class PageIndex:
             ValueError: there is no such column, or the arguments do not fit together. Nothing has changed.
         """
         entry = self._column(column)
-        first = entry.seq - (seq - len(kinds))  # of the batch, the first event to apply
+        first = entry.seq - (seq - len(kinds))  # the first event of the batch to apply
         if epoch != (entry.epoch or epoch) or first < 0:
             return Applied.NEEDS_SNAPSHOT
         if first >= len(kinds):
@@ -138,7 +138,7 @@ class PageIndex:
         return Applied.DONE
 
     def apply_snapshot(self, column: int, epoch: str, seq: int, stored: Hashes, pending: Hashes = _NO_PAGES) -> bool:
-        """Replace a cache's pages by those of a snapshot. Promises stay if the epoch does.
+        """Replace a cache's pages by a snapshot's. Promises stay if the epoch does.
 
         Args:
             column: the cache.
@@ -178,7 +178,7 @@ class PageIndex:
         self._table.promise(entry.holder, entry.promises, _keys(hashes))
 
     def withdraw(self, column: int, hashes: Hashes) -> None:
-        """End one promise of each of these pages. No effect on pages that are not promised."""
+        """End one promise of each page in `hashes`. No effect on pages that are not promised."""
         entry = self._column(column)
         self._table.withdraw(entry.holder, entry.promises, _keys(hashes))
 
@@ -189,27 +189,27 @@ class PageIndex:
     # ---------------------------------------------------------------- lookups
 
     def prefix_runs(self, hashes: Hashes) -> list[tuple[int, int, int]]:
-        """Return (column, stored, expected) of each cache that holds the first of these pages, in any order.
+        """Return (column, stored, expected) of each cache that holds the first page, in any order.
 
         Args:
             hashes: the pages of a prompt, as `page_hashes` returns them.
 
         Returns:
-            `stored` is the number of leading pages that are stored there, `expected` of those that are stored, pending
-            or promised. `stored` may be 0.
+            `stored` is the number of leading pages that are stored there, `expected` of leading pages that are
+            stored, pending or promised. `stored` may be 0.
         """
         return self._table.runs(_keys(hashes), _ALL, 0, [])
 
     def longest_runs(
         self, hashes: Hashes, count: int, offset: int = 0, also: Sequence[int] = ()
     ) -> list[tuple[int, int, int]]:
-        """Return at most `count` of `prefix_runs`: those with most expected pages, in descending order.
+        """Return at most `count` of `prefix_runs`: the runs with most expected pages, in descending order.
 
         Args:
             hashes: the pages of a prompt.
             count: the number of columns wanted.
             offset: which of several columns with equal runs are returned; a random number spreads them. At least 0.
-            also: further columns; the runs of those that are not among the others follow.
+            also: further columns; their runs follow, if they are not returned already.
 
         Raises:
             ValueError: `count` or `offset` is negative, or there is no such column.
@@ -276,4 +276,4 @@ def _described(numbers: Any) -> str:
     return f"{'an iterable: ' if isinstance(numbers, Iterable) else ''}{type(numbers).__name__}"
 
 
-assert NOTE == 5, "the kinds of events in `PageIndex.apply` are those of the table"
+assert NOTE == 5, "the kinds of events in `PageIndex.apply` are the table's"

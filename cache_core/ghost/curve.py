@@ -25,7 +25,7 @@ _QUEUED_TOKENS = 65_536  # processed together
 _QUEUED_PAGES = 65_536
 _QUEUED_USES = 512
 _SPREAD = 0x9E3779B97F4A7C15
-_MAX_NAMESPACES = 65_536  # with a seed; one more clears all seeds
+_MAX_NAMESPACES = 65_536  # namespaces that have a seed; one more clears all seeds
 
 
 @dataclass(slots=True, eq=False)
@@ -38,9 +38,9 @@ class _Use:
     num_counted: int | None = None  # leading pages with hits that count; None: a store only
     num_needed: int = 0  # pages of the whole lease: a smaller cache rejects it
     stores: bool = False
-    of: _Use | None = None  # the earlier use that begins with these pages
+    of: _Use | None = None  # the earlier use that begins with the same pages
     pages: list[int] | None = None  # hashes of the sampled pages, the last one first; None until hashed
-    places: list[int] | None = None  # positions of these pages in the prefix
+    places: list[int] | None = None  # positions of `pages` in the prefix
 
 
 class GhostCurve:
@@ -81,7 +81,7 @@ class GhostCurve:
     # ---------------------------------------------------------------- requests
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """Look up the prompt of a lease. That of a resumed lease is not counted again."""
+        """Look up the prompt of a lease. A resumed lease's prompt is not counted again."""
         page, key = self.page_size, lease.key
         num_pages = max(0, len(key) - self._bigram) // page
         if lease.resumed:
@@ -110,7 +110,7 @@ class GhostCurve:
             del self._open[lease]
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Forget the seeds of these namespaces, so that their pages are never found again."""
+        """Forget the seeds of the retired namespaces, so that their pages are never found again."""
         self._seeds = {extra_key: seed for extra_key, seed in self._seeds.items() if not is_meant(extra_key)}
 
     def _store(self, lease: LeaseRecord, use: _Use) -> None:
@@ -169,7 +169,7 @@ class GhostCurve:
             use.pages, use.places, stop = pages[start:stop], places[start:stop], start
 
     def _counted(self, use: _Use, depths: Depths) -> Depths:
-        """Return the depths of those pages of a lookup that count as hits or misses.
+        """Return the depths of the pages of a lookup that count as hits or misses.
 
         A found page is at least as deep as the last page that the lease needs: smaller caches reject the lease.
         """
@@ -188,9 +188,9 @@ class GhostCurve:
         np.add.at(self._hits, found, 1)
 
     def hit_rates(self, sizes: Sequence[int]) -> list[float]:
-        """Return the share of prompt tokens that caches of these sizes, in tokens, would have found.
+        """Return the share of prompt tokens that a cache of each size would have found.
 
-        0 before the first request.
+        0 before the first request. Sizes are in tokens.
         """
         self._process_queue()
         if not self.tokens_requested:
@@ -198,7 +198,7 @@ class GhostCurve:
         rate, page = self.sample_rate, self.page_size
         found = np.concatenate(([0], np.cumsum(self._hits)))
         above = np.ceil(np.array(sizes, np.float64) * rate / page).astype(np.int64)
-        # The sample may have more or less than its share of pages that are always in use: any cache finds those.
+        # The sample may have more or less than its share of pages that are always in use: any cache finds them.
         missing = self._num_pages * rate - self._num_sampled
         pages = (found[np.minimum(above, len(found) - 1)] + missing) / rate
         tokens = np.clip(pages, 0, self._num_pages) * page

@@ -32,7 +32,7 @@ class PrefixHasher:
 
     def __init__(self, page_size: int, seed: int = 0) -> None:
         self._page_size = page_size
-        self._factors: dict[int, Hashes] = {}  # by ids a page
+        self._factors: dict[int, Hashes] = {}  # ids a page -> factors
         self._places = np.empty(0, np.uint64)
         self._seed = seed
 

@@ -38,7 +38,7 @@ class ReuseStack:
 
     def __init__(self, max_pages: int) -> None:
         self._max_pages = max_pages
-        self._last_use: dict[int, int] = {}  # of each page in the stack, by hash
+        self._last_use: dict[int, int] = {}  # hash of a page in the stack -> time
         self._times = np.empty(0, np.int64)  # the same, in order
         self._pages = np.empty(0, np.uint64)  # the page of each time
         self._now = 0
@@ -73,7 +73,7 @@ class ReuseStack:
         asked = np.flatnonzero(found & np.repeat([group.looks_up for group in groups], sizes))
         depths = np.full(len(previous), -1, np.int64)
         depths[asked] = len(self._times) - np.searchsorted(self._times, previous[asked], side="right")
-        if len(groups) > 1:  # within a group, no page moves above another one
+        if len(groups) > 1:  # A group alone needs no correction: in it, no page moves above another one.
             depths[asked] += came.count_above(previous[asked], group[asked])
         pages = np.fromiter(chain.from_iterable([group.pages for group in groups]), np.uint64, len(previous))
         self._renew(pages[on_top], came)
