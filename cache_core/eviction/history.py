@@ -52,7 +52,7 @@ class EvictionHistory:
         self.began_at = clock()
 
     def record_evicted(self, nodes: Iterable[TreeNode], page_size: int) -> None:
-        """Record nodes that have left their tree. The retirement of a namespace records all of its nodes."""
+        """Record nodes that have left their tree, unless their namespace is retired: the retirement is recorded."""
         now, cause = self.clock(), self.cause
         for node in nodes:
             namespace, parent = node.namespace, node.parent

@@ -119,7 +119,7 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants of one pool, with one tenant for all other namespaces. It holds their eviction candidates as one queue.
+    """The tenants of one pool, with one tenant for all other namespaces. As one queue, it holds their candidates.
 
     Attributes:
         configured: the tenants with a floor or a cap.

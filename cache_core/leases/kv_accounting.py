@@ -5,8 +5,8 @@
 2. A lease's published pages are in the tree and locked. The last of them ends at the lease's node.
 3. The tree has one lock for each open lease with published pages, and no other locks.
 4. Each window slot and each state slot has exactly one owner, as in rule 1.
-5. `private` of a tenant counts the private slots of its leases, including those in quarantine. A tenant holds at most
-   its cap.
+5. `private` of a tenant counts the private slots of its leases, including leases in quarantine. A tenant holds at
+   most its cap.
 6. An open lease holds the window KV at the end of its published pages until it releases that, and no other lock does.
 """
 

@@ -28,7 +28,7 @@ from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
 from raydix.cache_core.tree.page_events import Hashes, KVEventSink, PageRun, SlimEventSink
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
 
-_RECLAIMED_AT_ONCE = 4096  # retired slots that `retire`, `reset` and `release` free; `reclaim` frees the rest
+_RECLAIMED_AT_ONCE = 4096  # retired slots that `retire`, `reset` and `release` free; `reclaim` frees all others
 
 
 class KVCache(LeasedCache):
@@ -116,7 +116,8 @@ class KVCache(LeasedCache):
         receipt, state_slot = self.tree.inc_lock_ref(match.last_node), None
         try:
             if self.pools.states is not None:
-                self.pools.check_pages(num_pages - len(match.starts), tenant)  # before a state is evicted
+                # A request that does not fit must fail before a state is evicted for it.
+                self.pools.check_pages(num_pages - len(match.starts), tenant)
                 state_slot = self.pools.take_state(tenant)
             private = self.pools.take_pages(num_pages - len(match.starts), tenant)
         except BaseException as error:  # a pool may raise while an eviction frees pages to it
@@ -146,7 +147,7 @@ class KVCache(LeasedCache):
         return lease
 
     def _extend(self, lease: LeaseRecord, num_tokens: int) -> Starts:
-        """Use the rest of the last page first, then new pages."""
+        """Use the free slots of the last page first, then new pages."""
         num_pages = -(-(lease.num_slots + num_tokens) // self.page_size)
         tenant = self.tenants.of(lease.key.extra_key)
         self.pools.check_capacity(num_pages, tenant)
@@ -222,7 +223,7 @@ class KVCache(LeasedCache):
             raise LeaseRangeError("boundary_len needs all published tokens: a state is published after the last one")
 
     def _check_state(self, lease: LeaseRecord, tree_key: RadixKey) -> None:
-        """Raise LeaseRangeError if the lease's state cannot be published after these tokens."""
+        """Raise LeaseRangeError if the lease's state cannot be published after the tokens of a key."""
         if lease.state_slot is None:
             raise LeaseRangeError("publish_state must be False: this cache keeps no states")
         if not len(tree_key) or len(tree_key) % self.page_size:
@@ -435,7 +436,7 @@ class KVCache(LeasedCache):
     # ---------------------------------------------------------------- the slots of a lease
 
     def lease_sizes(self, leases: Iterable[LeaseRecord]) -> Iterator[int]:
-        seen = np.zeros(self.num_slots // self.page_size + 1, np.bool_)  # by page number; page 0 is reserved
+        seen = np.zeros(self.num_slots // self.page_size + 1, np.bool_)  # page number -> counted; page 0 is reserved
         for lease in leases:
             shared = lease.starts[: lease.num_published_pages] // self.page_size
             num_pages = len(lease.private_starts) + np.count_nonzero(~seen[shared])

@@ -149,7 +149,7 @@ class LeaseAllocator:
         return slot
 
     def verify(self, starts: Starts, node: Any) -> None:
-        """Raise ContentError if these pages, or the state at a node, were written after they were published."""
+        """Raise ContentError if matched pages, or the state at a node, were written after they were published."""
         if self._checks is not None:
             self._checks.verify(starts)
             if (state_slot := self._tree.state_at(node)) is not None:

@@ -17,8 +17,8 @@ from raydix.cache_core.tree.radix_key import RadixKey
 class LeaseRecord:
     """The slots of one request: locked pages of the tree, followed by private pages.
 
-    `starts[:num_published_pages]` are pages of the tree, and the rest are private. `key` has all tokens of the request
-    that the cache knows: those of the acquire, followed by those published later.
+    `starts[:num_published_pages]` are pages of the tree, and all later ones are private. `key` has all tokens of the
+    request that the cache knows: the tokens of the acquire, followed by the tokens published later.
     """
 
     __slots__ = (
@@ -63,20 +63,20 @@ class LeaseRecord:
         self.since = monotonic()  # time of the grant, in seconds of `monotonic`
         self.key = key
         self.node = node  # the locked node at the end of the published pages; without any, the root or None
-        self.receipt = receipt  # of the lock on that node; the unlock needs it
+        self.receipt = receipt  # the receipt of the lock on `node`; the unlock needs it
         self.prefix_len = prefix_len  # cached tokens at the grant; never changes
         self.starts = starts  # first slots of the pages, in token order
-        self._buffer: Starts | None = None  # after a growth, `starts` is a view of its beginning
+        self._buffer: Starts | None = None  # memory with room for more pages; `starts` is a view of its beginning
         self.num_published_pages = num_published_pages
         self.num_slots = num_slots  # tokens that the lease covers; at most the slots of its pages
-        self.priority = priority  # of the pages that it uses and publishes; a priority policy evicts higher ones later
+        self.priority = priority  # rank of its pages; a priority policy evicts pages with a higher one later
         self.retired = False  # the namespace was retired after the grant: inserts publish nothing
         self.outdated = False  # a reset or retirement after the grant may have changed the namespace's model
         self.swa_freed_len = 0  # leading tokens without window KV, because the lease freed it; whole pages
         self.state_slot: int | None = None  # slot of its private recurrent state
         self.boundary_slot: int | None = None  # slot for a copy of it at the end of a page; None: none, or published
-        self.boundary_len = 0  # tokens after which that copy was published
-        self.offer_id = ""  # of the open offer to other sessions; "" without one
+        self.boundary_len = 0  # length of the prefix with that copy published at its end
+        self.offer_id = ""  # id of the open offer to other sessions; "" without one
         self.resumed = False  # its request had a lease before, which was preempted
         self.only_locks = False  # `lock` granted it, and `extend` was not called
 
@@ -107,10 +107,10 @@ class LeaseRecord:
         if num_tokens > self.num_slots:
             raise LeaseRangeError(f"cannot publish {num_tokens} tokens: the lease covers {self.num_slots}, extend it")
         if not 0 <= start <= known:
-            raise LeaseRangeError(f"the cache knows {known} tokens of this lease; those up to {start} are missing")
+            raise LeaseRangeError(f"the cache knows {known} tokens of this lease; the tokens up to {start} are missing")
         overlap = min(known, num_tokens) - start
         if overlap and suffix[:overlap] != self.key[start : start + overlap]:
-            raise LeaseRangeError("the tokens differ from the lease's: publish those, or acquire another lease")
+            raise LeaseRangeError("the tokens differ from the lease's: publish its tokens, or acquire another lease")
         if num_tokens <= known:
             return self.key
         try:
@@ -141,14 +141,15 @@ class EndedLeases:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        # by session and lease, oldest first; a plain dict would take O(removed items) to find its first item
-        self._expired: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        # (session, lease) -> whether it expired, the oldest first. A plain dict would take O(removed items) to find its
+        # first item.
+        self._ended: OrderedDict[tuple[str, str], bool] = OrderedDict()
 
     def add(self, session_id: str, lease_id: str, expired: bool = False) -> None:
         """Remember an ended lease. If it is remembered already, the first end counts."""
-        self._expired.setdefault((session_id, lease_id), expired)
-        while len(self._expired) > self._capacity:
-            self._expired.popitem(last=False)
+        self._ended.setdefault((session_id, lease_id), expired)
+        while len(self._ended) > self._capacity:
+            self._ended.popitem(last=False)
 
     def check(self, session_id: str, lease_id: str) -> None:
         """Raise if a lease of a session is remembered as ended.
@@ -157,7 +158,7 @@ class EndedLeases:
             ExpiredLeaseError: its client was silent for too long or died, or its grant was not adopted in time.
             UnknownLeaseError: it was released, aborted or adopted by another session.
         """
-        expired = self._expired.get((session_id, lease_id))
+        expired = self._ended.get((session_id, lease_id))
         if expired:
             raise ExpiredLeaseError(
                 f"lease {lease_id!r} expired: its client was silent for too long or died, or its grant was "
@@ -167,13 +168,13 @@ class EndedLeases:
             raise UnknownLeaseError(f"lease {lease_id!r} has ended")
 
     def __len__(self) -> int:
-        return len(self._expired)
+        return len(self._ended)
 
 
 class Quarantine:
     """Ended leases of vanished sessions, by session. The cache withholds their private slots from other leases.
 
-    The process of a vanished session may still write these slots.
+    The process of a vanished session may still write to them.
     """
 
     def __init__(self) -> None:
@@ -201,7 +202,7 @@ class LeaseTable:
 
     def __init__(self, remembered: int = 0) -> None:
         self.ended = EndedLeases(remembered)
-        self.offers: dict[str, float] = {}  # when the offer of a lease expires, by lease id
+        self.offers: dict[str, float] = {}  # lease id -> time at which its offer expires
         self.num_changes = 0  # grants, ends, moves and growths of leases
         self._leases: dict[str, LeaseRecord] = {}
         self._by_session: dict[str, dict[str, None]] = {}

@@ -209,7 +209,8 @@ class LeasedCache(ABC):
         """Free the window KV of a lease before token `up_to`. No effect without a sliding window.
 
         The window KV of the last whole pages is kept where a later request needs it, also if that request is cut one or
-        two tokens before their end: `kept_tail`. That of the published pages is kept, unless all of it lies before.
+        two tokens before their end: `kept_tail`. The published pages keep their window KV, unless all of it lies
+        before.
 
         Args:
             up_to: the first token that the next computed token attends to, so `up_to + window - 1` are computed.
@@ -351,7 +352,7 @@ class LeasedCache(ABC):
     def evict(self, num_tokens: int, cause: str = "request") -> int:
         """Evict at least `num_tokens` cached slots, or all that no lease locks; return their number.
 
-        `explain` returns `cause` for these pages.
+        `explain` returns `cause` for the evicted pages.
         """
 
     def reset(self) -> None:
@@ -360,9 +361,9 @@ class LeasedCache(ABC):
         self._retire_all()
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        """Do `reset` for each namespace if `is_meant(extra_key)` returns True; return the number of these namespaces.
+        """Do `reset` for each namespace if `is_meant(extra_key)` returns True; return their number.
 
-        O(namespaces and leases). Frees a bounded number of unlocked pages; `reclaim` frees the rest.
+        O(namespaces and leases). Frees a bounded number of unlocked pages; `reclaim` frees all others.
         """
         self._retire_leases(is_meant)
         return self._retire(is_meant)
@@ -513,11 +514,11 @@ class LeasedCache(ABC):
 
     @abstractmethod
     def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
-        """Return whether the lease may read all of these slots."""
+        """Return whether the lease may read all of `slots`."""
 
     @abstractmethod
     def holds_privately(self, lease: LeaseRecord, slots: Starts) -> bool:
-        """Return whether the lease may write all of these slots: no other lease can read them."""
+        """Return whether the lease may write all of `slots`: no other lease can read them."""
 
     def swa_starts(self, lease: LeaseRecord) -> Starts:
         """Return the first window slot of each page of a lease, 0 where the lease does not hold its window KV."""

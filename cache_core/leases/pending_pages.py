@@ -18,14 +18,14 @@ class _Promise(NamedTuple):
     """The pages that one lease has not published yet."""
 
     extra_key: str | None
-    ends: list[int]  # of each page, in pages from the start of the lease
+    ends: list[int]  # the end of each page, in pages from the start of the lease
     hashes: list[int]
 
 
 class PendingPages:
     """Publishes the pages of granted leases as pending, until they are published or the lease ends.
 
-    A `RequestObserver`. Of each lease these are the whole pages of its tokens behind the cached prefix, at the ends of
+    A `RequestObserver`. A lease has pending pages for its tokens behind the cached prefix: whole pages, at the ends of
     strides. A page is pending while any lease has it. Costs SHA-256 of each uncached page at the grant.
 
     Args:
@@ -42,8 +42,8 @@ class PendingPages:
         self._tree_key = tree_key
         self._stride = stride
         self._sink = sink
-        self._promises: dict[str, _Promise] = {}  # by lease
-        self._counts: dict[int, int] = {}  # by page: the leases that have it
+        self._promises: dict[str, _Promise] = {}  # lease id -> promise
+        self._counts: dict[int, int] = {}  # hash of a page -> leases that have it
 
     def hashes(self) -> Hashes:
         """Return the pending pages, each once."""
@@ -66,9 +66,9 @@ class PendingPages:
         ).tolist()
         ends = list(range(first + skipped + 1, stop + 1, self._stride))
         self._promises[lease.lease_id] = _Promise(key.extra_key, ends, hashes)
-        new = [each for each in dict.fromkeys(hashes) if each not in self._counts]
-        for each in hashes:
-            self._counts[each] = self._counts.get(each, 0) + 1
+        new = [page for page in dict.fromkeys(hashes) if page not in self._counts]
+        for page in hashes:
+            self._counts[page] = self._counts.get(page, 0) + 1
         if new:
             self._sink.pending(np.array(new, np.int64))
 
@@ -95,16 +95,16 @@ class PendingPages:
             self._end(promise.hashes)
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """End the pages of the leases of these namespaces: they publish nothing any more."""
+        """End the pages of the leases of retired namespaces: they publish nothing any more."""
         gone = [lease_id for lease_id, promise in self._promises.items() if is_meant(promise.extra_key)]
         self._end([page for lease_id in gone for page in self._promises.pop(lease_id).hashes])
 
     def _end(self, hashes: list[int]) -> None:
         ended: list[int] = []
-        for each in hashes:
-            self._counts[each] -= 1
-            if not self._counts[each]:
-                del self._counts[each]
-                ended.append(each)
+        for page in hashes:
+            self._counts[page] -= 1
+            if not self._counts[page]:
+                del self._counts[page]
+                ended.append(page)
         if ended:
             self._sink.not_pending(np.array(ended, np.int64))

@@ -28,4 +28,4 @@ class RequestObserver(Protocol):
         """Note that a lease has ended."""
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Note that these namespaces, by `extra_key`, were made unmatchable."""
+        """Note that namespaces were made unmatchable. `is_meant(extra_key)` is True for each of them."""

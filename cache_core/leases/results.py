@@ -36,7 +36,7 @@ class Counters:
 
     acquires: int = 0  # granted, by requests that had no lease before
     hits: int = 0
-    tokens_requested: int = 0  # prompt tokens of these
+    tokens_requested: int = 0  # prompt tokens of `acquires`
     tokens_refused: int = 0
     num_too_large: int = 0  # refused requests that can never fit
     tokens_too_large: int = 0

@@ -272,7 +272,7 @@ class PrefixCacheManager:
     def forget_namespaces(self, is_meant: Callable[[str | None], bool]) -> tuple[int, list[int]]:
         """Forget the slots of each namespace for which `is_meant(extra_key)` is True.
 
-        Returns the number of these namespaces, and their slots.
+        Returns the number of forgotten namespaces, and their slots.
         """
         meant = [row for row in self._index.rows.values() if is_meant(row.tail.namespace.extra_key)]
         namespaces = {row.tail.namespace.extra_key for row in meant}

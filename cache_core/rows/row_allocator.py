@@ -84,8 +84,8 @@ class RowAllocator:
     def take(self, prefix: RadixKey) -> int:
         """Take a row with `prefix` in its first positions. Afterwards exactly `prefix` can be found in the row.
 
-        A row must hold the prefix. If one of these rows is free, it is reused in place; of several, the one with the
-        fewest recorded tokens. If all are taken, the prefix is copied into an empty or evicted row, with one copy per
+        A row must hold the prefix. If such a row is free, it is reused in place; of several, the one with the fewest
+        recorded tokens. If all are taken, the prefix is copied into an empty or evicted row, with one copy per
         tensor. If more than 64 rows hold the prefix, only the 64 recorded last are compared.
 
         Raises:

@@ -10,7 +10,7 @@ A row is `max_seq_len` consecutive slots, and a lease owns one whole row:
     acquire(1 2 9)      row 1 [1 2 . . . .]  reused also; the tokens after 1 2 are forgotten
 
 Sizes count the slots of whole rows. A leased row is private. A released row with a prefix that can be found is cached.
-Any other row is free. Rules, checked by `check_invariants` besides those of `RowAllocator`:
+Any other row is free. Rules, checked by `check_invariants` besides `RowAllocator`'s rules:
 
 1. A lease's published tokens are whole pages of its own row, and the lease covers them. A reset forgets them.
 2. A lease covers at most the slots of its row.
@@ -153,8 +153,8 @@ class RowCache(LeasedCache):
         """Record the lease's pages in its row. No state can be published.
 
         Other leases may copy the published pages, so the lease must not write them any more. No two leases share a row,
-        so no page is a duplicate. `prefix_len` counts the tokens that any row held before, and `num_inserted` those
-        that are new in this row.
+        so no page is a duplicate. `prefix_len` counts the tokens that any row held before, and `num_inserted` the
+        tokens that are new in this row.
         """
         lease, num_tokens = as_row_lease(self.leases.get(lease_id, session_id)), index(num_tokens)
         key = lease.known_key(num_tokens, suffix)

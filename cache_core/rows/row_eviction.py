@@ -80,7 +80,7 @@ class RowEviction:
             assert row in self._queue or row.slot in parked or row.is_pinned, f"rule 1 at {row}"
         slots = {row.slot for row in rows}
         num_queued = sum(row in self._queue for row in rows)
-        assert len(self._queue) == num_queued, f"rule 1: {len(self._queue)} rows are queued, of these {num_queued}"
+        assert len(self._queue) == num_queued, f"rule 1: {len(self._queue)} rows are queued, but {num_queued} records"
         assert parked <= slots, f"rule 1: {parked=} of {slots}"
         if self._allocator is not None:
             recorded = set(self._recorded.common(self._recorded))

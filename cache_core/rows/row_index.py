@@ -1,6 +1,6 @@
 """`RowIndex`: the record of each row, and the tree that finds it. The caller compares versions.
 
-Rules, checked by `check` besides those of the tree and of eviction:
+Rules, checked by `check` besides the rules of the tree and of eviction:
 
 1. A slot has at most one record, under its own number, never of length 0.
 2. The tree holds at most `max_tokens` tokens.
@@ -21,7 +21,7 @@ class RowIndex:
     def __init__(self, max_tokens: int, allocator: SlotAllocator | None) -> None:
         self.max_tokens = max_tokens
         self.clock = 0  # ticks at each use
-        self.rows: dict[int, Row] = {}  # by slot
+        self.rows: dict[int, Row] = {}  # slot -> row
         self.tree = RowTree()
         self.released = RowEviction(allocator)
 

@@ -3,7 +3,7 @@
 A row is the KV of one sequence, in one slot. The tree is a `RadixTree` with pages of one token. A row is recorded at
 each node of its path, down to its tail, so every prefix of it can be found.
 
-Rules, checked by `check` besides those of `RadixTree`:
+Rules, checked by `check` besides `RadixTree`'s rules:
 
 1. A row is recorded exactly at its tail and at all nodes above it. At each node, the row recorded last is last.
 2. A node without rows is locked. A namespace without nodes is removed.
@@ -153,7 +153,7 @@ class RowTree:
         """Remove unlocked leaves that were last used before a tick, least recently used first.
 
         Stops after `num_tokens` tokens: of the last leaf, only the last tokens are removed. Returns each removed leaf
-        and its rows. The caller must end these rows at the leaf's parent.
+        and its rows. The caller must end the rows at the leaf's parent.
         """
         removed: list[tuple[TreeNode, dict[int, None]]] = []
         while num_tokens > 0 and (leaf := self._queue.pop(_may_go)) is not None:

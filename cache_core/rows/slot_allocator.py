@@ -57,7 +57,7 @@ class SlotMask:
         return -1
 
     def common(self, other: SlotMask) -> Iterator[int]:
-        """Yield the slots that are in both sets, lowest first. O(words in which both have slots, and those slots)."""
+        """Yield the slots that are in both sets, lowest first. O(words in which both have slots, and common slots)."""
         for at in _bits(self._summary & other._summary):
             for bit in _bits(self._words[at] & other._words[at]):
                 yield at * _WORD + bit
