@@ -46,7 +46,7 @@ class KVCache(LeasedCache):
         on_pressure: called without arguments when slots are short.
         states: the state slots of a hybrid model; `tree` must free to it. None: the cache has no states.
         bigram: the tree's keys are pairs of neighbouring tokens, as EAGLE drafts need: n tokens make n - 1 units.
-        remembered_leases: the number of ended lease ids to remember. A remembered id is not granted again.
+        remembered_leases: the number of ended lease ids to remember. No lease is opened under a remembered id.
         checks: checks of the slots' content, or None. With checks, `acquire` and `lock` raise ContentError if the
             prefix was written after it was published.
         tenants: the tenants that share the slots; their floors must add up to at most `num_slots`. None: one tenant
@@ -98,7 +98,7 @@ class KVCache(LeasedCache):
             spared = prefix_len - self.pools.held_by_prefix("window slots", prefix_len)
             self.pools.check_window_capacity(num_pages - spared // self.page_size)
 
-    def _grant(
+    def _open_lease(
         self,
         lease_id: str,
         session_id: str,

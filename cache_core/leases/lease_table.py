@@ -60,25 +60,25 @@ class LeaseRecord:
     ) -> None:
         self.lease_id = lease_id
         self.session_id = session_id
-        self.since = monotonic()  # time of the grant, in seconds of `monotonic`
+        self.since = monotonic()  # time at which it began, in seconds of `monotonic`
         self.key = key
         self.node = node  # the locked node at the end of the published pages; without any, the root or None
         self.receipt = receipt  # the receipt of the lock on `node`; the unlock needs it
-        self.prefix_len = prefix_len  # cached tokens at the grant; never changes
+        self.prefix_len = prefix_len  # cached tokens at its beginning; never changes
         self.starts = starts  # first slots of the pages, in token order
         self._buffer: Starts | None = None  # memory with room for more pages; `starts` is a view of its beginning
         self.num_published_pages = num_published_pages
         self.num_slots = num_slots  # tokens that the lease covers; at most the slots of its pages
         self.priority = priority  # rank of its pages; a priority policy evicts pages with a higher one later
-        self.retired = False  # the namespace was retired after the grant: inserts publish nothing
-        self.outdated = False  # a reset or retirement after the grant may have changed the namespace's model
+        self.retired = False  # the namespace was retired after the lease began: inserts publish nothing
+        self.outdated = False  # a later reset or retirement may have changed the namespace's model
         self.swa_freed_len = 0  # leading tokens without window KV, because the lease freed it; whole pages
         self.state_slot: int | None = None  # slot of its private recurrent state
         self.boundary_slot: int | None = None  # slot for a copy of it at the end of a page; None: none, or published
         self.boundary_len = 0  # length of the prefix with that copy published at its end
         self.offer_id = ""  # id of the open offer to other sessions; "" without one
         self.resumed = False  # its request had a lease before, which was preempted
-        self.only_locks = False  # `lock` granted it, and `extend` was not called
+        self.only_locks = False  # `lock` opened it, and `extend` was not called
 
     @property
     def private_starts(self) -> Starts:
@@ -136,7 +136,7 @@ def append_in_place(row: Starts, buffer: Starts | None, count: int, more: Starts
 class EndedLeases:
     """The session and id of the last `capacity` leases that ended, so that late messages have no effect.
 
-    An id can end before its grant, because the grant may still be in transit.
+    An id can end before its lease begins, because the request may still be in transit.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -203,7 +203,7 @@ class LeaseTable:
     def __init__(self, remembered: int = 0) -> None:
         self.ended = EndedLeases(remembered)
         self.offers: dict[str, float] = {}  # lease id -> time at which its offer expires
-        self.num_changes = 0  # grants, ends, moves and growths of leases
+        self.num_changes = 0  # beginnings, ends, moves and growths of leases
         self._leases: dict[str, LeaseRecord] = {}
         self._by_session: dict[str, dict[str, None]] = {}
 

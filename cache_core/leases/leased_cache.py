@@ -99,9 +99,9 @@ class LeasedCache(ABC):
             raise LeaseRangeError(f"new_tokens must not be negative: {new_tokens}")
         if max_prefix_len is not None and max_prefix_len < 0:
             raise LeaseRangeError(f"max_prefix_len must not be negative: {max_prefix_len}")
-        lease = self._grant(lease_id, session_id, key, len(key) + new_tokens, max_prefix_len, priority)
+        lease = self._open_lease(lease_id, session_id, key, len(key) + new_tokens, max_prefix_len, priority)
         lease.resumed = resumed
-        self._open(lease, max_prefix_len)
+        self._add_lease(lease, max_prefix_len)
         if boundary_state:
             self._add_boundary_slot(lease)
         return lease
@@ -118,13 +118,13 @@ class LeasedCache(ABC):
         """
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        lease = self._grant(lease_id, session_id, key, None, None, index(priority))
+        lease = self._open_lease(lease_id, session_id, key, None, None, index(priority))
         lease.only_locks = True
-        self._open(lease, None)
+        self._add_lease(lease, None)
         return lease
 
     @abstractmethod
-    def _grant(
+    def _open_lease(
         self,
         lease_id: str,
         session_id: str,
@@ -135,7 +135,7 @@ class LeasedCache(ABC):
     ) -> LeaseRecord:
         """Return a new lease over `num_slots` tokens. None: over the cached prefix alone."""
 
-    def _open(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+    def _add_lease(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         self.leases.add(lease)
         counters, prefix_len = self.counters, lease.prefix_len
         if lease.resumed:
@@ -232,7 +232,7 @@ class LeasedCache(ABC):
     def release(self, lease_id: str, session_id: str) -> bool:
         """End a lease: free its private slots and keep its published pages. Return False if no such lease is open.
 
-        If the lease is not open, its id is remembered as ended, because its grant may still be in transit.
+        If the lease is not open, its id is remembered as ended, because its request may still be in transit.
         """
         lease = self.leases.find(lease_id, session_id)
         if lease is None:

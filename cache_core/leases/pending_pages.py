@@ -23,10 +23,10 @@ class _Promise(NamedTuple):
 
 
 class PendingPages:
-    """Publishes the pages of granted leases as pending, until they are published or the lease ends.
+    """Publishes the pages of open leases as pending, until they are published or the lease ends.
 
     A `RequestObserver`. A lease has pending pages for its tokens behind the cached prefix: whole pages, at the ends of
-    strides. A page is pending while any lease has it. Costs SHA-256 of each uncached page at the grant.
+    strides. A page is pending while any lease has it. Costs SHA-256 of each uncached page when a lease begins.
 
     Args:
         tree: of the leases' nodes.

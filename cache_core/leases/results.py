@@ -15,7 +15,7 @@ class Published:
     prefix_len: int  # leading tokens that were in the tree before
     num_inserted: int  # tokens added to the tree
     num_duplicates: int  # private slots freed, because the tree already had their tokens
-    retired: bool  # the namespace was retired after the grant: nothing was published
+    retired: bool  # the namespace was retired after the lease began: nothing was published
     repointed: Starts  # the tree's pages that replaced the duplicates
 
 
@@ -34,7 +34,7 @@ class PoolSizes(NamedTuple):
 class Counters:
     """Counts of events and tokens since the start."""
 
-    acquires: int = 0  # granted, by requests that had no lease before
+    acquires: int = 0  # leases of requests that had no lease before
     hits: int = 0
     tokens_requested: int = 0  # prompt tokens of `acquires`
     tokens_refused: int = 0
@@ -42,7 +42,7 @@ class Counters:
     tokens_too_large: int = 0
     largest_too_large: int = 0  # slots
     tokens_reused: int = 0
-    num_resumed: int = 0  # leases granted to preempted requests
+    num_resumed: int = 0  # leases of preempted requests
     tokens_resumed: int = 0
     tokens_reused_resumed: int = 0
     tokens_inserted: int = 0
@@ -50,5 +50,5 @@ class Counters:
     tokens_evicted: int = 0
     window_slots_evicted: int = 0
     states_evicted: int = 0
-    boundary_states_refused: int = 0  # leases that were to have a slot for one, and were granted without
+    boundary_states_refused: int = 0  # leases that were to have a slot for one, and began without
     probes: int = 0

@@ -48,7 +48,7 @@ class RowCache(LeasedCache):
             has no tensors, and no prefix is copied.
         pressure_floor: `on_pressure` is called after an operation that leaves fewer free slots than this.
         on_pressure: called without arguments when slots are short.
-        remembered_leases: the number of ended lease ids to remember. A remembered id is not granted again.
+        remembered_leases: the number of ended lease ids to remember. No lease is opened under a remembered id.
         check: the check of the slots' content, or None. With a check, `acquire` and `lock` raise ContentError if the
             prefix was written after it was published.
 
@@ -112,7 +112,7 @@ class RowCache(LeasedCache):
         if num_tokens > self.max_seq_len:
             raise LeaseRangeError(f"{num_tokens} tokens do not fit into a row: max_seq_len is {self.max_seq_len}")
 
-    def _grant(
+    def _open_lease(
         self,
         lease_id: str,
         session_id: str,

@@ -153,10 +153,10 @@ def a_match_is_not_floored_to_pages(patch: Patch) -> None:
 
 @fault
 def max_prefix_len_is_ignored(patch: Patch) -> None:
-    def grant(original: Any, cache: RowCache, lease_id: str, session: str, key: Any, num: Any, *limit: Any) -> Any:
+    def open_lease(original: Any, cache: RowCache, lease_id: str, session: str, key: Any, num: Any, *limit: Any) -> Any:
         return original(cache, lease_id, session, key, num, None, limit[-1])
 
-    around(patch, RowCache, "_grant", grant)
+    around(patch, RowCache, "_open_lease", open_lease)
 
 
 @fault
