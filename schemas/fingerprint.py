@@ -84,9 +84,9 @@ class ModelFingerprint(PydanticMessage):
         return hash(str(self))
 
     def differences(self, other: ModelFingerprint) -> tuple[str, ...]:
-        """Return the names of the fields that differ, sorted; ("weights",) if only those do; () if none does."""
+        """Return the names of the fields that differ, sorted; ("weights",) if only the weights do; () if none does."""
         names = sorted(self.fields.keys() | other.fields.keys())
-        differing = [each for each in names if self.fields.get(each, _ABSENT) != other.fields.get(each, _ABSENT)]
+        differing = [name for name in names if self.fields.get(name, _ABSENT) != other.fields.get(name, _ABSENT)]
         if not differing and self.weights != other.weights:
             return ("weights",)
         return tuple(differing)
@@ -96,7 +96,7 @@ class ModelFingerprint(PydanticMessage):
         names = self.differences(other)
         if names == ("weights",):
             return "the weights differ"
-        shown = [f"{cut(each)} is {self._shown(each)}, not {other._shown(each)}" for each in names[:_MOST_SHOWN]]
+        shown = [f"{cut(name)} is {self._shown(name)}, not {other._shown(name)}" for name in names[:_MOST_SHOWN]]
         more = [f"and {len(names) - _MOST_SHOWN} more fields"] if len(names) > _MOST_SHOWN else []
         return "; ".join(shown + more)
 

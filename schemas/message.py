@@ -103,8 +103,10 @@ def apply_rule(message: Message, name: str) -> None:
         value = _rules_of(model)[name](getattr(message, name))
     except ValidationError as error:
         faults = [
-            InitErrorDetails(type=each["type"], loc=(name, *each["loc"]), input=each["input"], ctx=each.get("ctx", {}))
-            for each in error.errors(include_url=False)
+            InitErrorDetails(
+                type=fault["type"], loc=(name, *fault["loc"]), input=fault["input"], ctx=fault.get("ctx", {})
+            )
+            for fault in error.errors(include_url=False)
         ]
         raise ValidationError.from_exception_data(model.__name__, faults, hide_input=True) from None
     object.__setattr__(message, name, value)
@@ -113,7 +115,7 @@ def apply_rule(message: Message, name: str) -> None:
 def first_fault(error: ValidationError) -> str:
     """Return the first fault of a message, after the name of its field."""
     first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join([shown(str(each)) for each in first["loc"]])
+    where = ".".join([shown(str(part)) for part in first["loc"]])
     fault = shown(first["msg"].removeprefix("Value error, "))
     return f"{where}: {fault}" if where else fault
 
@@ -134,7 +136,7 @@ def receive(model: type[M], *values: Any) -> M | Malformed:
     """Return a request that has arrived, made of the values of all its fields and checked; else `Malformed`."""
     try:
         return model.from_values(*values)
-    except Exception as error:  # its fields are not those of this version, or of types that no check expects
+    except Exception as error:  # Another version has other fields, and a type may be one that no check expects.
         return malformed(model, error)
 
 

@@ -65,7 +65,7 @@ def unframe_namespace(namespace: str) -> tuple[str | None, str | None, str | Non
 
 
 def namespaces_of(extra_key: str | None, lora_id: str | None, cache_salt: str | None) -> Callable[[str | None], bool]:
-    """Return a function: whether a namespace key has these parts. None matches any part.
+    """Return a function: whether a namespace key has the given parts. None matches any part.
 
     For most keys that do not match, the function takes one search for a text.
     """

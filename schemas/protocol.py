@@ -24,7 +24,7 @@ PROTOCOL = 4
 Handshake = tuple[str, int, str]
 _NAME = "raydix"
 _UNKNOWN = "unknown"
-_MAX_BYTES = 1024  # of a packed handshake
+_MAX_BYTES = 1024  # the largest packed handshake
 _MAX_PROTOCOL = 2**31 - 1
 _MAX_VERSION = 64  # characters that an error shows
 
@@ -55,7 +55,7 @@ def read_handshake(row: object) -> Handshake | None:
 
 
 def check_handshake(row: object, sender: Literal["cache", "client"]) -> None:
-    """Compare the handshake that the cache, or a client, has sent with that of this process.
+    """Compare the handshake that the cache, or a client, has sent with this process's.
 
     Args:
         row: the handshake, as a row or packed; anything else is of protocol 0.

@@ -32,7 +32,7 @@ class NamespaceStats(PydanticMessage):
 
 
 class TreePart(PydanticMessage):
-    """Cached tokens that all parts below share, and those parts; in a large tree the counts are estimates."""
+    """Cached tokens that all parts below share, and the parts; in a large tree the counts are estimates."""
 
     namespace: str
     tokens: tuple[int, ...] = Field(

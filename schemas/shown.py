@@ -21,12 +21,12 @@ def shown(name: str) -> str:
 
     A terminal would obey them: colours, titles, links, text that runs from right to left.
     """
-    return name if name.isprintable() else "".join([each if each.isprintable() else repr(each)[1:-1] for each in name])
+    return name if name.isprintable() else "".join([char if char.isprintable() else repr(char)[1:-1] for char in name])
 
 
 def shown_text(text: str) -> str:
     """Return `shown` of each line of a text; its line ends and tabs stay."""
-    return "".join([each if each in "\n\t" else shown(each) for each in text])
+    return "".join([char if char in "\n\t" else shown(char) for char in text])
 
 
 def cut(text: str) -> str:
@@ -129,7 +129,7 @@ def _plural(noun: str) -> str:
 
 
 def _short(value: float, units: tuple[tuple[int, str], ...], gap: str) -> str:
-    factor, unit = next((each for each in reversed(units) if value >= each[0]), units[0])
+    factor, unit = next((entry for entry in reversed(units) if value >= entry[0]), units[0])
     scaled = value / factor
     digits = f"{scaled:.1f}".removesuffix(".0") if scaled < 10 else f"{scaled:,.0f}"
     return f"{digits}{gap if unit else ''}{unit}"

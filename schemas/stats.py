@@ -78,7 +78,7 @@ class GhostStats(PydanticMessage):
     hit_rates: tuple[float, ...] = Field(description="share of prompt tokens found, for each size")
 
     def hit_rate_at(self, num_slots: float) -> float:
-        """Return the hit rate of a pool of `num_slots`, interpolated; outside the sizes, that of the nearest."""
+        """Return the hit rate of a pool of `num_slots`, interpolated; outside the sizes, the nearest size's rate."""
         return float(np.interp(num_slots, self.num_slots, self.hit_rates))
 
 

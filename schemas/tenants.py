@@ -46,7 +46,7 @@ class TenantConfig(BaseModel):
 
 
 def check_tenants(tenants: Sequence[TenantConfig], num_slots: int, page_size: int) -> None:
-    """Raise ValueError unless these tenants can share a pool of `num_slots`."""
+    """Raise ValueError unless `tenants` can share a pool of `num_slots`."""
     for what in ("name", "namespace"):
         for value, count in Counter(getattr(tenant, what) for tenant in tenants).items():
             if count > 1:

@@ -56,7 +56,7 @@ class TokenIds:
                 return cls(struct.pack(f"<{len(ids)}{code}", *ids), width)
             except struct.error:
                 continue
-            except (TypeError, RuntimeError):  # of an array or tensor that is not an integer
+            except (TypeError, RuntimeError):  # An id is an array or a tensor, not an integer.
                 break
         raise ValueError(f"token ids must be integers in [0, 2**64): {_what_else(ids)}")
 
@@ -99,7 +99,7 @@ class TokenIds:
         return self.width in (4, 8) and isinstance(self.data, bytes) and len(self.data) % self.width == 0
 
     def starts_with(self, prefix: TokenIds) -> bool:
-        """Whether the first `len(prefix)` ids are those of `prefix`."""
+        """Whether the first `len(prefix)` ids are the ids of `prefix`."""
         if self.width == prefix.width:
             return self.data.startswith(prefix.data)
         return len(self) >= len(prefix) and bool((self.ids[: len(prefix)] == prefix.ids).all())
@@ -134,7 +134,7 @@ def _as_array(ids: Any) -> NDArray[Any]:
             return np.asarray(ids.detach().resolve_neg().cpu())
         except (TypeError, RuntimeError) as error:
             is_dense = ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta)
-            if is_dense and isinstance(error, RuntimeError):  # of a GPU
+            if is_dense and isinstance(error, RuntimeError):  # A GPU has failed.
                 raise
             raise ValueError("token ids must be a dense tensor of integers that has values") from None
     if isinstance(ids, array) or hasattr(ids, "__array__"):

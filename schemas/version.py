@@ -27,7 +27,7 @@ def package_version() -> str:
 
 
 def find_commit(root: Path = _HERE.parent) -> str:
-    """Return the commit of a build from a clone, or of the clone at `root` that these files lie in; empty if none.
+    """Return the commit of a build from a clone, or of the clone at `root` that holds the package; empty if none.
 
     Args:
         root: the folder in which a clone has `.git`.

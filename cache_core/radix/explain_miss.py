@@ -47,7 +47,7 @@ def _explain_from(history: EvictionHistory, found: Explanation, tree: RadixTree,
         found.reason, found.cause = ("retired", None) if gone.cause == "retired" else ("evicted", gone.cause)
         found.seconds_ago = history.clock() - gone.at_s
         return
-    known = [each for each in (history.forgotten_until, since and since.at_s) if each is not None]
+    known = [at_s for at_s in (history.forgotten_until, since and since.at_s) if at_s is not None]
     found.reason = "forgotten" if known else "never_stored"
     found.remembered_s = history.clock() - max(known, default=history.began_at)
 
@@ -62,7 +62,7 @@ def _left(history: EvictionHistory, above: TreeNode | tuple[str | None, int], pa
 
 
 def _latest(*departures: EvictionRecord | None) -> EvictionRecord | None:
-    return max((each for each in departures if each is not None), key=lambda each: each.at_s, default=None)
+    return max((record for record in departures if record is not None), key=lambda record: record.at_s, default=None)
 
 
 def _elsewhere(tree: RadixTree, key: RadixKey, full_len: int) -> Iterator[Elsewhere]:

@@ -57,7 +57,7 @@ def first_ids(node: TreeNode, num_skipped: int) -> list[int]:
     if not data:
         return []
     first = RadixKey.from_packed(data, namespace.width, namespace.extra_key, namespace.arity)
-    return [each[0] if isinstance(each, tuple) else each for each in first.token_ids]
+    return [token[0] if isinstance(token, tuple) else token for token in first.token_ids]
 
 
 def num_alike_tokens(nodes: list[TreeNode]) -> int:

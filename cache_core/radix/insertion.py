@@ -94,8 +94,8 @@ def _insert(
     Args:
         incoming: the incoming slots, as `take` takes them.
         take: packs incoming slots into a row of the tree's own.
-        prev_prefix_len: leading tokens with slots that are the tree's own, checked; None: those before `from_node`,
-            for which the caller answers.
+        prev_prefix_len: leading tokens with slots that are the tree's own, checked; None: the tokens before
+            `from_node`, not checked.
         fresh_from: incoming slots before this token have full KV only.
 
     Returns:

@@ -64,10 +64,10 @@ def peek(parts: TreeParts, key: RadixKey) -> tuple[list[TreeNode], int, int]:
 def usable(
     parts: TreeParts, path: list[TreeNode], end: int, components: Sequence[Component] | None = None
 ) -> tuple[list[TreeNode], int]:
-    """Return the nodes of a walk up to where every component, or each of these, lets a match end; and that end."""
+    """Return a walk's nodes up to where every component, or each of `components`, lets a match end; and that end."""
     count, before = len(path), -1
     asked = parts.components if components is None else components
-    while count != before:  # where one lets it end, another one may not
+    while count != before:  # A match may not be usable in one component at an end that another one accepts.
         before = count
         for component in asked:
             count = component.usable(path, end, count)

@@ -3,7 +3,7 @@
 It consists of `TreeParts`: a radix tree, the full KV of its nodes, and components for window KV and recurrent states.
 `lookup` and `insertion` have the steps of a match and of an insert.
 
-Rule, checked by `check_invariants` besides those of the tree and of each component:
+Rule, checked by `check_invariants` besides the rules of the tree and of each component:
 
 1. A node has hashes only if its parent has, and one for each page.
 """
@@ -169,9 +169,9 @@ class PrefixCache(BasePrefixCache):
     def insert_pages(
         self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0, priority: int = 0
     ) -> PageInsert:
-        """`insert` in pages: `starts` are those of the key's whole pages beyond `from_node`, adopted as they are.
+        """`insert` in pages: `starts` names the key's whole pages beyond `from_node`, which are adopted as they are.
 
-        The caller answers for `from_node` lying on the key's path. The tree copies what it adopts; those of `starts`
+        Not checked: `from_node` must be on the key's path. The tree copies the slots that it adopts; all of `starts`
         that differ from `existing`, page by page, stay the caller's to free. The caller locks the result's node, and
         notes the use of its window with `use_window` when it ends.
         """
@@ -326,8 +326,8 @@ class PrefixCache(BasePrefixCache):
                 if not node.children and not node.lock_ref and full.may_take(node):
                     full.take_out(node, victims)
                     continue
-                for each in components[place:]:
-                    each.drop(node)
+                for later in components[place:]:
+                    later.drop(node)
 
     def evict_own(self, tenant: Tenant, num_tokens: int) -> int:
         """Free at least `num_tokens` slots of a tenant's unlocked nodes; return the number. There must be enough.
@@ -341,7 +341,7 @@ class PrefixCache(BasePrefixCache):
         return self._release(partial(self.parts.full.evict_retired, max_tokens)).num_tokens
 
     def divide(self, tenants: Tenants) -> None:
-        """Keep the floors of these tenants from now on, and count their slots. The cache must be empty."""
+        """Keep the tenants' floors from now on, and count their slots. The cache must be empty."""
         assert not self.parts.tops(), "the tree is not empty"
         self.parts.full.divide(tenants)
         self._free = None

@@ -25,8 +25,8 @@ class TreeParts:
         full: the full KV of every node.
         window: the sliding-window KV; None without a sliding window.
         states: the recurrent states; None without any.
-        components: the window and the states, as far as there are any. Each may be evicted from a node without those
-            before it, none without those after it.
+        components: the window and the states, as far as there are any. Each may be evicted from a node without the
+            earlier ones, none without the later ones.
         clock: the logical time of the last match or insert: equal operations have equal outcomes.
         events: publishes pages that come and go; None: no sink.
         history: records evictions and retirements; None: nothing is recorded.
@@ -53,7 +53,7 @@ class TreeParts:
         self.history: EvictionHistory | None = None
 
     def split(self, node: TreeNode, end: int) -> TreeNode:
-        """Split a node at `end`, which lies within it; return the node that ends there. The rest keeps its recency."""
+        """Split a node at `end`, which lies within it; return the upper node. The lower one keeps its recency."""
         above = self.tree.split(node, end)
         for component in self.components:
             component.on_split(above, node)

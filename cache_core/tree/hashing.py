@@ -3,8 +3,9 @@
 A page's digest is ``SHA256(prior digest || ids)``, each id a little-endian 32-bit integer, so that equal pages at
 different places differ. Pages of tuples, or with an id of 2**32 and more, end in a two-byte tag: bytes an id, ids a
 tuple. The hashed bytes are unambiguous: their length modulo 4 shows whether there is a tag, the tag how long the ids
-are, the rest whether a digest is before them. So pages of one size are hashed alike only if ids, encoding and prior
-digest are the same. The seed of a namespace is the digest of an odd number of bytes, so that no page can forge it.
+are, the other bytes whether a digest is before them. So pages of one size are hashed alike only if ids, encoding and
+prior digest are the same. The seed of a namespace is the digest of an odd number of bytes, so that no page can forge
+it.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def expand_slots(row: Row, num_tokens: int) -> torch.Tensor:
 def meet(row: Row, other: Row, num_tokens: int) -> bool:
     """Return whether two rows of as many tokens have the same slot at the same place."""
     both = join_slots([row, other])
-    if num_tokens < both.size < 2 * num_tokens:  # of one the first slots of pages, of the other each
+    if num_tokens < both.size < 2 * num_tokens:  # One row has the first slots of pages, the other has all slots.
         both = np.concatenate((expand_slots(row, num_tokens), expand_slots(other, num_tokens)))
     half = both.size // 2
     return b"\1" in (both[:half] == both[half:]).tobytes()

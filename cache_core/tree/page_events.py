@@ -5,10 +5,10 @@ for the namespace. Nodes are hashed as they are inserted. Their parents have has
 of the new pages alone. Splits publish nothing, as the pages stay the same, and neither do window KV and states: the
 full KV of a page counts.
 
-With a stride s, only every s-th page of a path is published, without token ids: those that end at multiples of s pages.
+With a stride s, only every s-th page of a path is published, without token ids: its end is at a multiple of s pages.
 
-A reader that applies the events to an empty set of hashes, or from then on to those of `PrefixCache.resident_pages`,
-has exactly the pages that can be matched.
+A reader that applies the events to an empty set of hashes has exactly the pages that can be matched. So has a reader
+that begins with the pages of `PrefixCache.resident_pages` and applies all later events.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PageRun(NamedTuple):
     """Pages of one namespace that follow one another."""
 
     hashes: Hashes
-    parent_hash: int | None  # of the page before the first of these; None: none is before it, or with a stride
+    parent_hash: int | None  # hash of the page before the first one; None: none is before it, or with a stride
     token_ids: NDArray[Any]  # uint32 or uint64, one per token: of tuples the first id; none with a stride
     extra_key: str | None  # the namespace
 
@@ -40,10 +40,10 @@ class KVEventSink(Protocol):
     """A receiver of events. The tree calls it within its operations: it must return soon, and must not use the tree."""
 
     def stored(self, run: PageRun) -> None:
-        """These pages can be matched from now on."""
+        """The pages of the run can be matched from now on."""
 
     def removed(self, hashes: Hashes) -> None:
-        """These pages of one namespace, children before parents, are gone."""
+        """Pages of one namespace, children before parents, are gone."""
 
     def cleared(self) -> None:
         """Every page of every namespace is gone."""
@@ -53,10 +53,10 @@ class SlimEventSink(KVEventSink, Protocol):
     """A receiver of slim events."""
 
     def pending(self, hashes: Hashes) -> None:
-        """A lease was granted that will publish these pages, unless it ends first."""
+        """A lease began that will publish the pages, unless it ends first."""
 
     def not_pending(self, hashes: Hashes) -> None:
-        """No open lease will publish these pages any more."""
+        """No open lease will publish the pages any more."""
 
 
 class KVEventPublisher:
@@ -87,7 +87,7 @@ class KVEventPublisher:
         return run if len(run.hashes) else None
 
     def removed(self, nodes: Iterable[TreeNode]) -> None:
-        """Publish that nodes have left the tree, but for those of retired namespaces: these are published already."""
+        """Publish that nodes have left the tree, unless their namespace is retired: that was published already."""
         for namespace, group in groupby(nodes, key=lambda node: node.namespace):
             if namespace.live:
                 rows = [self._hashes(node) for node in group]
@@ -106,7 +106,7 @@ class KVEventPublisher:
 
 
 def page_run(node: TreeNode, page_size: int) -> PageRun:
-    """Return the pages of a node. Computes its hashes, and those of its ancestors, if they are missing."""
+    """Return the pages of a node. Computes its hashes, and its ancestors' hashes, if they are missing."""
     hashes = short_hashes(chain_hashes(node, page_size))
     parent, namespace = node.parent, node.namespace
     assert parent is not None

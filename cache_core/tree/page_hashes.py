@@ -22,10 +22,10 @@ def chain_hashes(node: TreeNode, page_size: int) -> list[str]:
     namespace = chain[0].namespace
     prior = bytes.fromhex(node.hash_values[-1]) if node.hash_values else namespace_seed(namespace.extra_key)
     page = page_size * namespace.unit
-    for each in reversed(chain):
+    for below in reversed(chain):
         hashes: list[str] = []
-        for at in range(0, len(each.data), page):
-            prior = hash_page(each.data[at : at + page], namespace.width, namespace.arity, prior)
+        for at in range(0, len(below.data), page):
+            prior = hash_page(below.data[at : at + page], namespace.width, namespace.arity, prior)
             hashes.append(prior.hex())
-        each.hash_values = hashes
+        below.hash_values = hashes
     return chain[0].hash_values or []

@@ -20,7 +20,7 @@ from raydix.cache_core.errors import InvalidKeyError
 from raydix.cache_core.kernels import Key
 
 NARROW_LIMIT = 2**32
-_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}  # by bytes an id
+_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}  # bytes an id -> type
 
 
 class RadixKey(Key):
@@ -159,7 +159,7 @@ def _pack(token_ids: Any) -> tuple[bytes, int, int]:
     if not len(token_ids) or not isinstance(token_ids[0], tuple):
         return *_pack_ints(token_ids), 0
     arity = len(token_ids[0])
-    if not 0 < arity < 256 or not all(isinstance(each, tuple) and len(each) == arity for each in token_ids):
+    if not 0 < arity < 256 or not all(isinstance(token, tuple) and len(token) == arity for token in token_ids):
         raise InvalidKeyError("the tuples of a key must be of one length, between 1 and 255")
     return *_pack_ints(list(chain.from_iterable(token_ids))), arity
 
@@ -171,7 +171,7 @@ def _array_of(ids: torch.Tensor) -> NDArray[Any]:
         return ids.detach().resolve_neg().cpu().numpy()
     except (TypeError, RuntimeError) as error:
         is_dense = ids.layout is torch.strided and not (ids.is_nested or ids.is_quantized or ids.is_meta)
-        if is_dense and isinstance(error, RuntimeError):  # of a GPU
+        if is_dense and isinstance(error, RuntimeError):  # A GPU has failed.
             raise
         raise InvalidKeyError("token ids must be a dense tensor of integers that has values") from None
 

@@ -22,7 +22,7 @@ class Namespace:
     arity: int  # ids of one tuple; 0: plain ids
     width: int  # bytes an id; rises from 4 to 8 when the first wide id is inserted
     unit: int  # bytes of one token of a key: `width` times the ids of a tuple
-    tree: object | None = None  # where its nodes can be matched; None once reset or retired
+    tree: object | None = None  # the tree in which its nodes can be matched; None once reset or retired
     evictable: int = 0  # tokens of its nodes without locks; counted in a tree that is divided among tenants
     home: object | None = field(init=False)  # the tree of its nodes, also when they cannot be matched any more
 
@@ -43,7 +43,7 @@ class TreeNode(Node):
 
     A use is counted where it ends and nowhere above, so that it costs the same at every depth. `own_access_time`,
     `own_hits` and `own_priority` count matches and inserts that ended at this node, or below it at nodes evicted since.
-    For a leaf these are all of its uses. `last_access_time`, `hit_count` and `priority` include the nodes below: O(n).
+    All uses of a leaf end at it. `last_access_time`, `hit_count` and `priority` include the nodes below: O(n).
     """
 
     __slots__ = ()
@@ -56,15 +56,15 @@ class TreeNode(Node):
     end: int  # tokens from the root to the end of this run
     children: Children  # leaves share one object
     lock_ref: int  # locks on this node and below
-    own_locks: int  # of those, the ones taken on this very node
+    own_locks: int  # locks taken on this very node
     own_access_time: int  # ticks of the cache's own clock
     creation_time: int
     own_hits: int  # matches
     own_priority: int  # the highest of the requests
     swa_tombstone: bool  # its sliding-window KV is gone (or never was there)
     swa_lock_ref: int  # locks with a window over this node
-    swa_boundary_id: int | None  # of the last lock with a window that begins in this node
-    swa_access_time: int  # when this node was last in the tail of a use; negative: never
+    swa_boundary_id: int | None  # id of the last lock with a window that begins in this node
+    swa_access_time: int  # tick of the last use with this node in its tail; negative: none
     hash_values: list[str] | None  # chained, one per page; None until asked for
 
     @property

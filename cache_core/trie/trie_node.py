@@ -13,7 +13,7 @@ from raydix.cache_core.outline import walk_down
 
 Page = tuple[Hashable, ...]  # the tokens of one page
 
-_KEPT_TYPES = {int, str, bytes, tuple}  # of most tokens and blocks
+_KEPT_TYPES = {int, str, bytes, tuple}  # the types of most tokens and blocks
 
 
 class TrieNode:
@@ -33,8 +33,8 @@ class TrieNode:
         self.root: TrieNode | None = self if parent is None else parent.root  # None after eviction
         self.tokens = tokens
         self.blocks = blocks
-        self.children: dict[Page, TrieNode] = {}  # by their first page
-        self.users: dict[Hashable, int] = {}  # by sequence that uses this node: how many children it uses
+        self.children: dict[Page, TrieNode] = {}  # first page -> child
+        self.users: dict[Hashable, int] = {}  # sequence that uses this node -> number of children that it uses
         self.last_access_time = last_access_time  # tick of the trie's own clock
 
     def first_page(self, page_size: int) -> Page:
