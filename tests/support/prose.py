@@ -1,4 +1,4 @@
-"""The prose of a folder: public texts (docstrings, errors, help) and the rest (comments, private docstrings)."""
+"""The prose of a folder: banned words in its texts, and habits that make a reader search for a noun."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,14 @@ BANNED = {
     "tell": re.compile(r"\b(?:tell|tells|told)\b", re.IGNORECASE),
     "archaic": re.compile(r"\b(?:anew|likewise|of late|and no more|beside(?!\()|at once)\b", re.IGNORECASE),
 }
+LEANING_COMMENT = re.compile(
+    r"(?:of|for|from|by|in|on|at|with|without|to|as|than|through|within|into|between|among|against|behind|below|above"
+    r"|under|over|beyond|per|since|during|besides|after|before|until|instead of|that|which|where|when|while|if|unless"
+    r"|because|so|and|or|but)\b",
+    re.IGNORECASE,
+)
+STANDS_FOR_A_NOUN = re.compile(r"\b(?:those|these|that of|the rest)\b", re.IGNORECASE)
+LOOPS = (ast.For, ast.AsyncFor, ast.comprehension)
 HELP_ARGUMENTS = ("help", "epilog", "short_help", "description")
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -34,11 +42,25 @@ class Text(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A banned word."""
+    """A banned word or a habit."""
 
     kind: str
     place: str  # file and line
     excerpt: str
+
+
+class Habits(NamedTuple):
+    """Places that make a reader search for a noun, and the words of all docstrings and comments."""
+
+    leaning_comments: list[Found]  # comments behind code that begin with a preposition or a conjunction
+    each_loops: list[Found]  # loops and comprehensions over a variable called `each`
+    pronouns: list[Found]  # "those", "these", "that of" or "the rest" in a docstring or a comment
+    num_words: int
+
+    @property
+    def pronouns_per_thousand(self) -> float:
+        """The pronouns in 1,000 words of docstrings and comments."""
+        return 1000 * len(self.pronouns) / max(self.num_words, 1)
 
 
 class Counts(NamedTuple):
@@ -75,11 +97,14 @@ def texts_below(folder: str) -> list[Text]:
 def found_in(text: Text) -> Iterator[Found]:
     """Yield the banned words of a text."""
     for kind, pattern in BANNED.items():
-        for match in pattern.finditer(text.words):
-            start = max(match.start() - 40, 0)
-            line = text.line + text.words.count("\n", 0, match.start())
-            place = f"{text.path.relative_to(ROOT) if text.path.is_relative_to(ROOT) else text.path.name}:{line}"
-            yield Found(kind, place, " ".join(text.words[start : match.end() + 40].split()))
+        yield from _matches(text, kind, pattern)
+
+
+def _matches(text: Text, kind: str, pattern: re.Pattern[str]) -> Iterator[Found]:
+    for match in pattern.finditer(text.words):
+        start = max(match.start() - 40, 0)
+        line = text.line + text.words.count("\n", 0, match.start())
+        yield Found(kind, _place(text.path, line), " ".join(text.words[start : match.end() + 40].split()))
 
 
 def counts_of(texts: list[Text]) -> Counts:
@@ -89,6 +114,44 @@ def counts_of(texts: list[Text]) -> Counts:
         counters[text.is_public].update(found.kind for found in found_in(text))
     words = sum(len(text.words.split()) for text in texts if not text.is_public)
     return Counts(counters[True], counters[False], words)
+
+
+def habits_of(paths: Iterable[Path]) -> Habits:
+    """Return the habits of Python files."""
+    habits = Habits([], [], [], 0)
+    for path in paths:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        texts = [
+            Text(path, line, is_public, _without_code(words))
+            for line, is_public, words in (*_docstrings(tree), *_comments(source))
+        ]
+        habits.leaning_comments.extend(_leaning_comments(path, source))
+        habits.each_loops.extend(_each_loops(path, tree))
+        habits.pronouns.extend(found for text in texts for found in _matches(text, "pronoun", STANDS_FOR_A_NOUN))
+        habits = habits._replace(num_words=habits.num_words + sum(len(text.words.split()) for text in texts))
+    return habits
+
+
+def _leaning_comments(path: Path, source: str) -> Iterator[Found]:
+    for line, words, is_behind_code in _single_comments(source):
+        if is_behind_code and LEANING_COMMENT.match(words):
+            yield Found("leaning comment", _place(path, line), words)
+
+
+def _each_loops(path: Path, tree: ast.Module) -> Iterator[Found]:
+    for node in ast.walk(tree):
+        if isinstance(node, LOOPS) and "each" in _names_in(node.target):
+            yield Found("each", _place(path, node.target.lineno), ast.unparse(node.target))
+
+
+def _names_in(target: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def _place(path: Path, line: int) -> str:
+    """Return a file and a line, the file from the root of the repository if it lies there."""
+    return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}:{line}"
 
 
 def _without_code(text: str) -> str:
@@ -111,11 +174,8 @@ def _comments(source: str) -> Iterator[tuple[int, bool, str]]:
     """Yield the comments; those on consecutive lines of their own are one."""
     block: list[str] = []
     last = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        line, words = token.start[0], token.string.lstrip("# ")
-        if token.line.lstrip().startswith("#") and block and line == last + 1:
+    for line, words, is_behind_code in _single_comments(source):
+        if block and line == last + 1 and not is_behind_code:
             block.append(words)
         else:
             if block:
@@ -124,6 +184,14 @@ def _comments(source: str) -> Iterator[tuple[int, bool, str]]:
         last = line
     if block:
         yield last - len(block) + 1, False, "\n".join(block)
+
+
+def _single_comments(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield the line and the words of each comment, and whether code stands before it in its line."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            yield line, token.string.lstrip("# "), bool(token.line[:column].strip())
 
 
 def _messages(tree: ast.Module) -> Iterator[tuple[int, bool, str]]:
@@ -136,6 +204,6 @@ def _messages(tree: ast.Module) -> Iterator[tuple[int, bool, str]]:
 
 
 def _strings(node: ast.AST) -> Iterator[tuple[int, bool, str]]:
-    for each in ast.walk(node):
-        if isinstance(each, ast.Constant) and isinstance(each.value, str):
-            yield each.lineno, True, each.value
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.lineno, True, part.value
