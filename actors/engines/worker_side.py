@@ -291,7 +291,7 @@ class WorkerSide:
         return request.lease, self._target
 
     def _drop_target(self) -> None:
-        """Drop the views of a pool whose cache has ended. Copies to and from it that have not begun end unrun."""
+        """Drop the views of the pool of an ended cache. Copies to and from it that have not begun end unrun."""
         self._target = None
 
     async def _copy_load(self, transfer: _Transfer, target: PoolTarget, load: Callable[[], None]) -> bool:

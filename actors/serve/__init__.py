@@ -1,1 +1,1 @@
-"""Ray Serve: a router that sends requests to the replica whose cache has their prefix, and applications of it."""
+"""Ray Serve: a router that sends requests to a replica with their prefix in its cache, and applications of it."""

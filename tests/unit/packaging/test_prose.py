@@ -5,7 +5,8 @@ private docstrings, tests) have at most one of each kind in 1,000 words.
 the others.
 
 The code names its nouns: a comment behind code stands alone, a loop variable is not called `each`, and "those",
-"these", "that of" and "the rest" are rare. The three packages share the limits; `pytest -s` prints the counts by package.
+"these", "that of" and "the rest" are rare. The three packages share the limits. `pytest -s` prints the counts by
+package.
 """
 
 from __future__ import annotations
