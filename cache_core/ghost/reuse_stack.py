@@ -78,8 +78,8 @@ class ReuseStack:
         pages = np.fromiter(chain.from_iterable([group.pages for group in groups]), np.uint64, len(previous))
         self._renew(pages[on_top], came)
         self._now += len(previous)
-        each = zip(groups, np.cumsum(sizes).tolist(), sizes, strict=True)
-        return [depths[end - size : end] if group.looks_up else _NONE for group, end, size in each]
+        spans = zip(groups, np.cumsum(sizes).tolist(), sizes, strict=True)
+        return [depths[end - size : end] if group.looks_up else _NONE for group, end, size in spans]
 
     def _set_times(self, groups: list[Group]) -> Depths:
         """Set the new times of use; return the old ones, -1 for pages that were not in the stack."""

@@ -43,7 +43,7 @@ def _is_compiled() -> bool:
 COMPILED = os.environ.get("RAYDIX_PLAIN", "0") in ("", "0") and _is_compiled()
 CORE: Literal["compiled", "interpreted"] = "compiled" if COMPILED else "interpreted"
 
-if not COMPILED:  # from now on, an import from this folder finds sources alone
+if not COMPILED:  # An import from this folder must find sources alone.
     for _name in _MODULES:
         sys.modules.pop(f"{__name__}.{_name}", None)
     sys.path_importer_cache[str(_FOLDER)] = FileFinder(str(_FOLDER), (SourceFileLoader, SOURCE_SUFFIXES))

@@ -54,7 +54,7 @@ def _packed(slots: Slots, page_size: int) -> bytes:
     """`pack_slots` of an array."""
     if page_size > 1:
         jumps = slots[1:] != slots[:-1] + 1
-        jumps[page_size - 1 :: page_size] = False  # from page to page there may be one
+        jumps[page_size - 1 :: page_size] = False  # A jump between two pages is allowed.
         slots = slots if jumps.any() else slots[::page_size]
     if slots.size and int(slots.min()) >= 0 and int(slots.max()) < 2**31:
         return slots.astype(_INT32).tobytes() + b"\0"
@@ -106,7 +106,7 @@ def _in_runs(slots: cython.p_longlong, count: cython.Py_ssize_t, page_size: cyth
 
 @cython.cfunc
 def _is_run(slots: cython.p_longlong, count: cython.Py_ssize_t) -> cython.bint:
-    """Return whether at least one slot and those after it are consecutive."""
+    """Return whether the slots, at least one, are consecutive."""
     first: cython.ulonglong = cython.cast(cython.ulonglong, slots[0])
     i: cython.ulonglong
     jumps: cython.ulonglong = 0
@@ -122,7 +122,7 @@ def num_slots(row: bytes) -> cython.Py_ssize_t:
 
 
 def parted(row: bytes, count: cython.Py_ssize_t, /) -> tuple[bytes, bytes]:
-    """Return the first `count` slots of a row, and the rest, both packed as the row is."""
+    """Return the first `count` slots of a row, and the remaining ones, both packed as the row is."""
     if len(row) & 1:
         return row[: 4 * count] + b"\0", row[4 * count :]
     return row[: 8 * count], row[8 * count :]
@@ -202,7 +202,7 @@ def _write_pages(
     page_size: cython.Py_ssize_t,
     out: cython.p_longlong,
 ) -> Any:
-    """Write the slots of pages; those of neighbouring pages in one loop."""
+    """Write the slots of pages, of neighbouring pages in one loop."""
     start: cython.longlong
     num_pages: cython.Py_ssize_t
     i: cython.Py_ssize_t = 0
@@ -234,7 +234,7 @@ def _neighbours(starts: cython.p_int, count: cython.Py_ssize_t, page_size: cytho
 
 
 def expand_each(rows: list[Any], sizes: list[Any], page_size: cython.Py_ssize_t, /) -> torch.Tensor:
-    """`expand` rows over so many tokens each, whether a row names the slots of tokens or those of pages."""
+    """`expand` rows over so many tokens each, whether a row names the slots of tokens or of pages."""
     slots = expand(rows, sum(sizes), page_size)
     if slots is not None:
         return slots

@@ -43,9 +43,9 @@ def _mixed(key: cython.longlong) -> cython.ulonglong:
 class _Ids:
     """The ids, the column and the number of entries of each, and the lengths of a lookup's runs."""
 
-    columns: cython.sint[::1]  # by id; -1: the id has no column, so its entries are dead
-    counts: cython.slonglong[::1]  # entries by id
-    stored: cython.sint[::1]  # during a lookup, by id: the leading pages that are stored; else 0
+    columns: cython.sint[::1]  # id -> column; -1: the id has no column, so its entries are dead
+    counts: cython.slonglong[::1]  # id -> number of entries
+    stored: cython.sint[::1]  # id -> leading pages that are stored, in a lookup; else 0
     expected: cython.sint[::1]  # the same for pages with any mark
     found: cython.sint[::1]  # the ids of a lookup
     num_ids: cython.Py_ssize_t  # given so far; below it are all ids
@@ -120,8 +120,8 @@ class _Part:
     mask: cython.Py_ssize_t  # cells - 1
     num_pages: cython.Py_ssize_t
     rows: cython.sint[::1]
-    rows_end: cython.Py_ssize_t  # the rest of `rows` was never used
-    free: cython.sint[::1]  # by size class: the first free row + 1; 0: none
+    rows_end: cython.Py_ssize_t  # the first number of `rows` that was never used
+    free: cython.sint[::1]  # size class -> the first free row + 1; 0: none
 
     def __init__(self, ids: _Ids) -> None:
         self.ids = ids
@@ -405,7 +405,7 @@ class PageTable:
 
     @property
     def num_pages(self) -> int:
-        """Return the number of pages; those with dead entries alone are included."""
+        """Return the number of pages; pages with dead entries alone are included."""
         return sum([cython.cast(_Part, part).num_pages for part in self._parts])
 
     @property
@@ -490,8 +490,8 @@ class PageTable:
         Args:
             kinds: one byte a change.
             counts: the number of pages of each change.
-            hashes: of these pages, change after change.
-            first: the first change to apply; those before it are skipped with their pages.
+            hashes: the pages of all changes, change after change.
+            first: the first change to apply; the earlier ones are skipped with their pages.
 
         Raises:
             ValueError: the counts do not add up to the hashes, or a kind is none. Nothing has changed.
@@ -583,9 +583,9 @@ class PageTable:
     ) -> list[tuple[int, int, int]]:
         """Return, for each column that holds the first page: (column, leading pages stored, leading pages held).
 
-        With a `limit` of 0 or more, only so many are returned: those that hold most, the longest first. Among equals,
-        `offset` chooses. O(limit) for each column. The columns of the ids `also` follow, if they hold the first page
-        and are not among those.
+        With a `limit` of 0 or more, only so many are returned: the columns that hold most, the longest first. Among
+        equals, `offset` chooses. O(limit) for each column. The columns of the ids `also` follow, if they hold the
+        first page and are not returned already.
         """
         ids: _Ids = self._ids
         part: _Part
@@ -633,7 +633,7 @@ class PageTable:
         return [entry for entry in _entries(part, part._cell(key)) if self._ids.columns[entry >> 3] >= 0]
 
     def pages(self, holder: cython.int, mark: cython.int, /) -> list[int]:
-        """Return the hashes of an id's pages with any of these marks. O(table)."""
+        """Return the hashes of an id's pages with any bit of `mark`. O(table)."""
         self._check(holder)
         part: _Part
         at: cython.Py_ssize_t
@@ -673,8 +673,8 @@ class PageTable:
                 if part.holders[at] < 0:
                     assert len(entries) > 1, f"rule 2 at {key}"
                     num_ints += 2 + (1 << part.rows[-1 - part.holders[at]])
-                for each in held:
-                    counts[each] += 1
+                for holder in held:
+                    counts[holder] += 1
             assert num_pages == part.num_pages, f"rule 3 in part {number}"
             for size in range(_NUM_SIZES):
                 row = part.free[size] - 1

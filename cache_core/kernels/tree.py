@@ -1,6 +1,6 @@
 """The radix tree's inner loops: `Key`, `Node`, walks and changes of a tree, `RankedQueue` and `LockAccounting`.
 
-They are one module, as compiled code reads the fields of its own module's classes alone without a call. Those reads are
+They are one module, as compiled code reads the fields of its own module's classes alone without a call. Such reads are
 the loops over the nodes of a path, over their runs, over the ids of a key, and over evicted leaves. A number that a
 caller gives is `Any`: compiled, an `int` that is given a float truncates it.
 """
@@ -159,14 +159,15 @@ class Node:
         children: the `Children`; leaves share one object.
     """
 
-    # in the order of use: a lookup in a large tree waits for each line of memory
+    # The fields are in the order of use: a lookup in a large tree waits for each line of memory
     data: bytes = cython.declare(bytes, visibility="public")
-    code: cython.Py_hash_t  # of the first page of its run
-    table: list[Any] | None  # of its children; None: it is a leaf
+    code: cython.Py_hash_t  # hash of the first page of its run
+    table: list[Any] | None  # hash table of its children; None: it is a leaf
     slots: Any = cython.declare(bytes, visibility="public")
     parent: Any = cython.declare(object, visibility="public")
     end: int = cython.declare(cython.Py_ssize_t, visibility="public")
-    before: Node | None  # these four are of the `RankedQueue` that the node stands in, which `queue` names
+    # `queue` marks the `RankedQueue` that the node stands in; the other three fields are its place there.
+    before: Node | None
     after: Node | None
     tick: cython.Py_ssize_t
     queue: object
@@ -183,9 +184,9 @@ class Node:
     swa_lock_ref: int = cython.declare(cython.Py_ssize_t, visibility="public")
     swa_boundary_id: int | None = cython.declare(object, visibility="public")
     swa_access_time: int = cython.declare(cython.Py_ssize_t, visibility="public")
-    rank: Any  # in that queue, unless its ranks are ticks
+    rank: Any  # rank in the queue, unless its ranks are ticks
     children: Any = cython.declare(object, visibility="readonly")
-    place: cython.Py_ssize_t  # among the children of its parent
+    place: cython.Py_ssize_t  # index among its parent's children
 
     def __init__(
         self,
@@ -239,8 +240,8 @@ class Children:
     """
 
     _count: cython.Py_ssize_t
-    _order: list[Any]  # None in the place of a child that was removed
-    _table: list[Any]  # at least half of it None; `Node.table` of the parent is the same list
+    _order: list[Any]  # children; None in the place of a child that was removed
+    _table: list[Any]  # hash table, at least half of it None; `Node.table` of the parent is the same list
 
     def __init__(self) -> None:
         self._count = 0
@@ -319,7 +320,7 @@ class Children:
         other: Node
         while True:
             self._table[gap] = None
-            while True:  # until a child that the gap parts from its home
+            while True:  # The next child to move is one that the gap parts from its home.
                 at = (at + 1) & mask
                 other = self._table[at]
                 if other is None:
@@ -332,7 +333,7 @@ class Children:
             gap = at
 
 
-_NO_CHILDREN = cython.declare(Children, Children())  # of all leaves
+_NO_CHILDREN = cython.declare(Children, Children())  # the children of all leaves
 
 
 @cython.cfunc
@@ -647,7 +648,7 @@ def gather(nodes: list[Any], page_size: cython.Py_ssize_t, /) -> torch.Tensor:
 
 @cython.cclass
 class RankedQueue:
-    """The base of `EvictionQueue`: nodes in the order of their ranks, and of their ids where those are equal.
+    """The base of `EvictionQueue`: nodes in the order of their ranks, nodes of equal ranks in the order of their ids.
 
     A node stands in one queue at most: its fields name the queue and its neighbours in it. A node that comes with a
     lower rank than the last one is put among the last few, if ranks are integers and its place is there. The subclass
@@ -665,7 +666,7 @@ class RankedQueue:
     num_ranked: int = cython.declare(cython.Py_ssize_t, visibility="readonly")
     search_limit: int = cython.declare(cython.Py_ssize_t, visibility="public")
     _by_use: cython.bint  # ranks are ticks, which nodes keep as C integers
-    _mark: object  # by which nodes know their queue, without keeping it alive
+    _mark: object  # `Node.queue` of its nodes: it does not keep the queue alive
     _head: Node | None
     _tail: Node | None
 
@@ -852,7 +853,7 @@ class Victims:
         self.num_tokens += num_tokens
 
     def slots(self, page_size: cython.Py_ssize_t, /) -> torch.Tensor:
-        """Return one slot per token, whether rows name the slots of tokens or those of pages; a copy."""
+        """Return one slot per token, whether rows name the slots of tokens or of pages; a copy."""
         return expand_each(self.rows, self._sizes, page_size)
 
 
