@@ -20,7 +20,7 @@ from typing import Literal
 from warnings import warn
 
 _FOLDER = Path(__file__).parent
-_MODULES = ("packed_slots", "page_digests", "page_lists", "page_table", "tree")
+_MODULES = ("packed_slots", "page_lists", "page_table", "tree")
 
 
 def _is_compiled() -> bool:
@@ -49,7 +49,6 @@ if not COMPILED:  # An import from this folder must find sources alone.
     sys.path_importer_cache[str(_FOLDER)] = FileFinder(str(_FOLDER), (SourceFileLoader, SOURCE_SUFFIXES))
 
 from raydix.cache_core.kernels.packed_slots import expand, is_row, join, pack_slots  # noqa: E402
-from raydix.cache_core.kernels.page_digests import chain_pages  # noqa: E402
 from raydix.cache_core.kernels.page_lists import free_pages  # noqa: E402
 from raydix.cache_core.kernels.page_table import NOTE, PENDING, PROMISED, STORED, PageTable  # noqa: E402
 from raydix.cache_core.kernels.tree import (  # noqa: E402
@@ -87,7 +86,6 @@ __all__ = [
     "STORED",
     "Victims",
     "add_leaf",
-    "chain_pages",
     "detach_leaf",
     "expand",
     "free_pages",

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.cache_core.kernels import chain_pages
 from raydix.cache_core.tree.radix_key import NARROW_LIMIT, RadixKey
 
 
@@ -34,13 +33,11 @@ def hash_token_ids(token_ids: Sequence[int | tuple[int, ...]], prior_hash: str |
 
 def hash_page(ids: bytes, width: int, arity: int, prior: bytes | None) -> bytes:
     """The digest of one page of packed ids: `width` bytes an id, `arity` ids a tuple (0: no tuples)."""
-    digest = hashlib.sha256(prior or b"")
     if width == 8 and (wide := np.frombuffer(ids, "<u8")).max(initial=0) < NARROW_LIMIT:
         ids, width = wide.astype("<u4").tobytes(), 4  # a narrow page of a wide key
-    digest.update(ids)
     if width == 8 or arity:
-        digest.update(bytes((width, arity)))  # last: in front, the digest before could spell it
-    return digest.digest()
+        ids += bytes((width, arity))  # last: in front, the digest before could spell it
+    return hashlib.sha256(prior + ids if prior else ids).digest()
 
 
 def hash_pages(
@@ -51,8 +48,6 @@ def hash_pages(
     Each page is chained to the one before, the first to `prior`. Of the pages behind the first `skipped` ones, every
     `stride`-th is returned.
     """
-    if width < 8:
-        return chain_pages(ids, page_bytes, bytes((width, arity)) if arity else b"", prior or b"", skipped, stride)
     digests: list[bytes] = []
     for at in range(0, len(ids), page_bytes):
         prior = hash_page(ids[at : at + page_bytes], width, arity, prior)

@@ -3,14 +3,16 @@
 import hashlib
 import struct
 from itertools import product
+from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raydix.cache_core import InvalidKeyError, hash_bytes, hash_to_int64, hash_token_ids
-from raydix.cache_core.tree.hashing import namespace_seed
+from raydix.cache_core.tree.hashing import hash_pages, namespace_seed
 
 WIDE = 2**32
 
@@ -41,6 +43,28 @@ def test_equal_pages_at_different_places_differ() -> None:
 
 def test_a_chain_tells_where_the_pages_were_cut_only_by_its_digests() -> None:
     assert hash_token_ids([2, 3], hash_token_ids([1])) != hash_token_ids([3], hash_token_ids([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("width", "arity", "tail"), [(4, 0, b""), (4, 2, b"\4\2"), (8, 0, b"\x08\0"), (8, 3, b"\x08\3")]
+)
+def test_a_row_of_pages_has_the_chained_digests_of_hashlib(width: int, arity: int, tail: bytes) -> None:
+    rng = Random(1)
+    for num_tokens in range(1, 50):
+        page_bytes = num_tokens * width * max(arity, 1)
+        for prior in (None, rng.randbytes(32)):
+            ids, skipped, stride = rng.randbytes(5 * page_bytes), num_tokens % 4, 1 + num_tokens % 2
+            last, expected = prior or b"", []
+            for at in range(0, len(ids), page_bytes):
+                last = hashlib.sha256(last + ids[at : at + page_bytes] + tail).digest()
+                expected.append(hash_to_int64(last.hex()))
+            found = hash_pages(ids, page_bytes, width, arity, prior, skipped=skipped, stride=stride)
+            assert (found.dtype, found.tolist()) == (np.int64, expected[skipped::stride]), (num_tokens, prior)
+
+
+def test_a_row_of_no_pages_has_no_digests() -> None:
+    assert hash_pages(b"", 64, 4, 0, None, skipped=0, stride=1).tolist() == []
+    assert hash_pages(bytes(64), 64, 4, 0, None, skipped=1, stride=1).tolist() == []
 
 
 def test_a_wide_page_is_tagged_and_has_8_bytes_an_id() -> None:
@@ -101,9 +125,6 @@ def test_no_page_can_forge_the_seed_of_a_namespace(monkeypatch: pytest.MonkeyPat
     class Recorder:
         def __init__(self, data: bytes = b"") -> None:
             self.data = data
-
-        def update(self, data: bytes) -> None:
-            self.data += data
 
         def digest(self) -> bytes:
             hashed.append(self.data)
