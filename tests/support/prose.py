@@ -41,6 +41,14 @@ class Text(NamedTuple):
     words: str  # without inline code
 
 
+class Comment(NamedTuple):
+    """A comment, or one line of it."""
+
+    line: int
+    words: str
+    is_behind_code: bool
+
+
 class Found(NamedTuple):
     """A banned word or a habit."""
 
@@ -82,7 +90,7 @@ def texts_of(path: Path, are_tests: bool) -> Iterator[Text]:
         return
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
-    for line, is_public, words in (*_docstrings(tree), *_comments(source), *_messages(tree)):
+    for line, is_public, words in (*_docstrings(tree), *_comments(_single_comments(source)), *_messages(tree)):
         yield Text(path, line, is_public and not are_tests, _without_code(words))
 
 
@@ -121,22 +129,22 @@ def habits_of(paths: Iterable[Path]) -> Habits:
     habits = Habits([], [], [], 0)
     for path in paths:
         source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
+        tree, comments = ast.parse(source), _single_comments(source)
         texts = [
             Text(path, line, is_public, _without_code(words))
-            for line, is_public, words in (*_docstrings(tree), *_comments(source))
+            for line, is_public, words in (*_docstrings(tree), *_comments(comments))
         ]
-        habits.leaning_comments.extend(_leaning_comments(path, source))
+        habits.leaning_comments.extend(_leaning_comments(path, comments))
         habits.each_loops.extend(_each_loops(path, tree))
         habits.pronouns.extend(found for text in texts for found in _matches(text, "pronoun", STANDS_FOR_A_NOUN))
         habits = habits._replace(num_words=habits.num_words + sum(len(text.words.split()) for text in texts))
     return habits
 
 
-def _leaning_comments(path: Path, source: str) -> Iterator[Found]:
-    for line, words, is_behind_code in _single_comments(source):
-        if is_behind_code and LEANING_COMMENT.match(words):
-            yield Found("leaning comment", _place(path, line), words)
+def _leaning_comments(path: Path, comments: list[Comment]) -> Iterator[Found]:
+    for comment in comments:
+        if comment.is_behind_code and LEANING_COMMENT.match(comment.words):
+            yield Found("leaning comment", _place(path, comment.line), comment.words)
 
 
 def _each_loops(path: Path, tree: ast.Module) -> Iterator[Found]:
@@ -170,11 +178,11 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, bool, str]]:
     return walk(tree, True)
 
 
-def _comments(source: str) -> Iterator[tuple[int, bool, str]]:
+def _comments(comments: list[Comment]) -> Iterator[tuple[int, bool, str]]:
     """Yield the comments; those on consecutive lines of their own are one."""
     block: list[str] = []
     last = 0
-    for line, words, is_behind_code in _single_comments(source):
+    for line, words, is_behind_code in comments:
         if block and line == last + 1 and not is_behind_code:
             block.append(words)
         else:
@@ -186,12 +194,13 @@ def _comments(source: str) -> Iterator[tuple[int, bool, str]]:
         yield last - len(block) + 1, False, "\n".join(block)
 
 
-def _single_comments(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield the line and the words of each comment, and whether code stands before it in its line."""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            line, column = token.start
-            yield line, token.string.lstrip("# "), bool(token.line[:column].strip())
+def _single_comments(source: str) -> list[Comment]:
+    """Return the comments of a file, each line on its own."""
+    return [
+        Comment(token.start[0], token.string.lstrip("# "), bool(token.line[: token.start[1]].strip()))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
 
 
 def _messages(tree: ast.Module) -> Iterator[tuple[int, bool, str]]:
