@@ -323,7 +323,8 @@ class WindowKV(Component):
         nodes = list(nodes)
         live = {node for node in nodes if not node.swa_tombstone}
         assert_queued(self._queue, live - self._waiting)
-        assert all(node in live and node.swa_lock_ref for node in self._waiting), "rule 3: nobody holds who waits"
+        is_held = [node in live and node.swa_lock_ref > 0 for node in self._waiting]
+        assert all(is_held), "rule 3: a waiting node has no window lock"
         for node in nodes:
             assert 0 <= node.swa_lock_ref <= node.lock_ref, f"rule 2 at {node}: {node.swa_lock_ref=}"
             if not node.swa_tombstone:
