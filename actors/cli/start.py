@@ -72,7 +72,7 @@ def start(
         str | None,
         typer.Option(
             metavar="ID",
-            help="Node whose memory holds the pools, by the first characters of its id. Default: this node.",
+            help="Node for the pools, by the first characters of its id. Default: this node.",
             rich_help_panel=_OF_ENGINES,
         ),
     ] = None,

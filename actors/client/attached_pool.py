@@ -281,7 +281,7 @@ class AttachedPool:
         return lease.transport
 
     def _layers(self) -> PoolLayout:
-        """Return the layout of a pool whose KV can be copied: its layers are alike."""
+        """Return the layout of a pool; its layers must be alike, so that KV can be copied."""
         self._check_alive()
         return check_layers_alike(self.layout)
 

@@ -73,7 +73,7 @@ def with_layers(pool: KVPool | RecordPool) -> KVPool:
 
 
 def check_layers_alike(layout: PoolLayout | RecordLayout) -> PoolLayout:
-    """Return a layout whose layers all keep K and V of one shape, as copies of all layers together need.
+    """Return the layout if all its layers keep K and V of one shape, as copies of all layers together need.
 
     Raises:
         InvalidRequest: layers differ, or the pool is opaque.
