@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,8 @@ _SENTENCES: dict[str, str] = {
 
 class ExplainRequest(PydanticMessage):
     """Ask where a match of `tokens` ends, and why. A probe: nothing is locked, nothing changes."""
+
+    token_field: ClassVar[str | None] = "tokens"
 
     tokens: Tokens
     namespace: Namespace = None

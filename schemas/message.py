@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Annotated, Any, Self, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails
@@ -22,9 +22,23 @@ class Message:
 
     Pickling keeps the values of the fields alone, in order. A request that breaks its rules arrives as `Malformed`.
     The most frequent messages are frozen dataclasses with slots; the others derive from `PydanticMessage`.
+
+    A request's class says how client and cache treat the request.
+
+    Attributes:
+        takes_slots: the request begins a lease or makes one grow: it is refused while the cache drains.
+        may_be_late: the cache executes the request even after later ones of its client.
+        is_always_queued: the request ends or gives up a lease: the client queues it even if the queue is full.
+        token_field: the name of the field with the token ids, which can be long; None: there is none.
+        traced_as: the client's method that gets a span for the request; None: there is none.
     """
 
     __slots__ = ()
+    takes_slots: ClassVar[bool] = False
+    may_be_late: ClassVar[bool] = True
+    is_always_queued: ClassVar[bool] = False
+    token_field: ClassVar[str | None] = None
+    traced_as: ClassVar[str | None] = None
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -89,7 +103,7 @@ def _rules_of(model: type[Any]) -> dict[str, Callable[[Any], Any]]:
     """Return pydantic's validating function for each field of a dataclass."""
     config = ConfigDict(arbitrary_types_allowed=True)
     hints = get_type_hints(model, include_extras=True)
-    return {name: TypeAdapter(hint, config=config).validator.validate_python for name, hint in hints.items()}
+    return {name: TypeAdapter(hints[name], config=config).validator.validate_python for name in model.field_names()}
 
 
 def apply_rule(message: Message, name: str) -> None:

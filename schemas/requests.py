@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,12 +92,19 @@ class SessionRef(PydanticMessage):
 class MatchRequest(PydanticMessage):
     """Ask how much of `tokens` is cached. A probe: nothing is locked, no recency changes."""
 
+    token_field: ClassVar[str | None] = "tokens"
+    traced_as: ClassVar[str | None] = "match"
+
     tokens: Tokens
     namespace: Namespace = None
 
 
 class LockRequest(PydanticMessage):
     """Match and lock in one step, without allocating. `lease_id` is the client's, so a retry is harmless."""
+
+    takes_slots: ClassVar[bool] = True
+    token_field: ClassVar[str | None] = "tokens"
+    traced_as: ClassVar[str | None] = "lock"
 
     lease_id: LeaseId
     tokens: Tokens
@@ -124,6 +131,10 @@ class AcquireRequest(Message):
         resumed: the request was preempted before: it is counted apart.
         boundary_state: the lease gets a second state slot if there is one.
     """
+
+    takes_slots: ClassVar[bool] = True
+    token_field: ClassVar[str | None] = "tokens"
+    traced_as: ClassVar[str | None] = "acquire"
 
     lease_id: LeaseId
     tokens: Tokens
@@ -187,6 +198,10 @@ class InsertRequest(Message):
         boundary_len: publish the state in the lease's boundary slot as the one after so many tokens; None: do not.
     """
 
+    may_be_late: ClassVar[bool] = False
+    token_field: ClassVar[str | None] = "suffix"
+    traced_as: ClassVar[str | None] = "insert"
+
     lease_id: LeaseId
     num_tokens: Annotated[int, Field(gt=0, strict=True)]
     suffix: TokenIds
@@ -218,6 +233,10 @@ class InsertRequest(Message):
 class ExtendRequest(PydanticMessage):
     """Allocate more private slots for a lease. It names the total, so a retry is harmless."""
 
+    takes_slots: ClassVar[bool] = True
+    may_be_late: ClassVar[bool] = False
+    traced_as: ClassVar[str | None] = "extend"
+
     lease_id: LeaseId
     num_slots: Count = Field(gt=0, description="slots that the lease must cover afterwards")
     known_pages: int = Field(ge=0, description="pages of the lease that the client knows already")
@@ -227,6 +246,8 @@ class ExtendRequest(PydanticMessage):
 class ReleaseWindowRequest(PydanticMessage):
     """Free a lease's sliding-window KV before token `up_to`, except the KV that publishing still needs."""
 
+    may_be_late: ClassVar[bool] = False
+
     lease_id: LeaseId
     up_to: Count
 
@@ -234,11 +255,16 @@ class ReleaseWindowRequest(PydanticMessage):
 class WithdrawRequest(PydanticMessage):
     """Remove a lease's extend from the wait queue: its caller was cancelled. The lease stays as it is."""
 
+    is_always_queued: ClassVar[bool] = True
+
     lease_id: LeaseId
 
 
 class ReleaseRequest(PydanticMessage):
     """End a lease: private slots are freed, published pages stay. No effect on a lease that has ended."""
+
+    is_always_queued: ClassVar[bool] = True
+    traced_as: ClassVar[str | None] = "release"
 
     lease_id: LeaseId
 
@@ -246,11 +272,16 @@ class ReleaseRequest(PydanticMessage):
 class AbortRequest(PydanticMessage):
     """End a lease, or remove it from the wait queue. As a release, but counted apart."""
 
+    is_always_queued: ClassVar[bool] = True
+    traced_as: ClassVar[str | None] = "abort"
+
     lease_id: LeaseId
 
 
 class GrantRequest(PydanticMessage):
     """Offer a lease to another session. Until it is adopted this session holds it; it ends if the offer expires."""
+
+    may_be_late: ClassVar[bool] = False
 
     lease_id: LeaseId
     offer_id: OfferId
@@ -267,12 +298,16 @@ class RevokeRequest(PydanticMessage):
 class TakeBackRequest(PydanticMessage):
     """End an offer of this session, not its lease. No effect on an offer that has ended."""
 
+    is_always_queued: ClassVar[bool] = True
+
     lease_id: LeaseId
     offer_id: OfferId
 
 
 class AdoptRequest(PydanticMessage):
     """Take over a lease that another session offers: from then on this session holds it."""
+
+    may_be_late: ClassVar[bool] = False
 
     lease_id: LeaseId
     granter: LeaseId = Field(description="the session that offers it")

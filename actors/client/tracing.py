@@ -11,11 +11,11 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from raydix import schemas
 from raydix.actors.client.lease import Lease, make_pending
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
-from raydix.schemas import InsertResponse, MatchResponse
+from raydix.schemas import InsertResponse, MatchResponse, Message
 
-VERBS = ("match", "lock", "acquire", "insert", "extend", "release", "abort")
 _LEASING = ("lock", "acquire")  # `async with` accepts their results
 
 Attributes = dict[str, str | int]
@@ -46,10 +46,17 @@ def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
         raise ImportError("spans need OpenTelemetry: pip install opentelemetry-sdk") from error
     stop_tracing()
     tracer = trace.get_tracer("raydix", tracer_provider=tracer_provider)
-    for verb in VERBS:
+    for verb in traced_verbs():
         _untraced[verb] = getattr(PrefixCacheClient, verb)
         setattr(PrefixCacheClient, verb, _trace(verb, _untraced[verb], tracer))
     return stop_tracing
+
+
+def traced_verbs() -> list[str]:
+    """Return the client's methods that get spans, as the classes of their requests say."""
+    public = [getattr(schemas, name) for name in schemas.__all__]
+    requests = [model for model in public if isinstance(model, type) and issubclass(model, Message)]
+    return [request.traced_as for request in requests if request.traced_as is not None]
 
 
 def stop_tracing() -> None:

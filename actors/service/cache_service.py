@@ -64,11 +64,8 @@ from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.validation import checked_message, checked_seconds
 from raydix.cache_core import KVPool, OutOfSlotsError, RecordPool
 from raydix.schemas import (
-    AcquireRequest,
-    AdoptRequest,
     Batch,
     BatchResponse,
-    BindModelRequest,
     CacheConfig,
     CacheLoad,
     CacheReport,
@@ -76,20 +73,14 @@ from raydix.schemas import (
     CacheUnavailable,
     CloseSession,
     ConfigMismatch,
-    ExtendRequest,
-    GrantRequest,
-    InsertRequest,
     InvalidRequest,
     KVEventBatch,
-    LockRequest,
     Message,
     NextEvents,
     OpenSession,
     PackedEvents,
-    ReleaseWindowRequest,
     SessionRef,
     SessionResponse,
-    SetWeightsRequest,
     StaleEpoch,
     WaitRequest,
 )
@@ -98,16 +89,6 @@ from raydix.schemas.message import Malformed
 _DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
-_TAKING = (AcquireRequest, LockRequest, ExtendRequest)  # refused while the cache drains
-_NOT_LATE = (
-    AdoptRequest,
-    BindModelRequest,
-    ExtendRequest,
-    GrantRequest,
-    InsertRequest,
-    ReleaseWindowRequest,
-    SetWeightsRequest,
-)
 _NUM_OWNERS = 32  # in the statistics
 _TURN_TIMEOUT_S = 5.0  # that a batch waits for the one before it
 
@@ -336,11 +317,11 @@ class CacheService:
         knowledge, and a growth would replace a newer one of its lease in the queue. Other requests that it may have
         given up fail by themselves, as the lease that they name has ended.
         """
-        kept = tuple([request for request in requests if not isinstance(request, _NOT_LATE)])
+        kept = tuple([request for request in requests if request.may_be_late])
         done = self._execute(session, kept, self.clock())
         responses = iter(done.responses)
         refused = CacheUnavailable("the request came too late, after later ones of its client: ask again")
-        answers = [refused if isinstance(each, _NOT_LATE) else next(responses) for each in requests]
+        answers = [next(responses) if request.may_be_late else refused for request in requests]
         return BatchResponse(done.epoch, tuple(answers))
 
     def execute(
@@ -386,12 +367,13 @@ class CacheService:
 
     def _dispatch(self, session_id: str, request: Message) -> Answer:
         """Return the response to one request of a session, or the error that it failed with."""
-        verb = self._verbs.get(type(request))
+        model = type(request)
+        verb = self._verbs.get(model)
         if verb is None:
             is_torn = isinstance(request, Malformed)
-            text = str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache"
+            text = str(request) if is_torn else f"{model.__name__} is not a verb of this cache"
             return self._admission.counted(InvalidRequest(text))
-        if self._draining and isinstance(request, _TAKING):
+        if self._draining and model.takes_slots:
             return self._admission.counted(CacheUnavailable(_DRAINING))
         try:
             return verb(session_id, request)

@@ -21,8 +21,6 @@ from raydix.schemas import (
     InsertResponse,
     InvalidRequest,
     LeaseResponse,
-    LockRequest,
-    MatchRequest,
     Message,
     TokenIds,
 )
@@ -32,13 +30,6 @@ from raydix.schemas.requests import MAX_REQUESTS
 MAX_PART_BYTES = 90_000  # Ray carries up to 100 KB of one argument within the call, more through the object store
 _PROTOCOL = 5
 _BATCH, _ANSWERS, _ACQUIRE, _INSERT, _LEASE, _INSERTED = range(6)  # kinds of rows
-
-TOKENS_OF = {  # the requests that can be long, and their token ids
-    AcquireRequest: attrgetter("tokens"),
-    InsertRequest: attrgetter("suffix"),
-    LockRequest: attrgetter("tokens"),
-    MatchRequest: attrgetter("tokens"),
-}
 
 
 def pack(message: Message | CacheError) -> bytes:

@@ -27,7 +27,6 @@ from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, UnixSoc
 from raydix.actors.transport.validation import checked_response
 from raydix.cache_core import KVPool, RecordPool
 from raydix.schemas import (
-    AbortRequest,
     Batch,
     BatchResponse,
     CacheBusy,
@@ -44,13 +43,10 @@ from raydix.schemas import (
     PackedEvents,
     PoolHandle,
     ReadKV,
-    ReleaseRequest,
     SessionRef,
     SessionResponse,
     StaleEpoch,
-    TakeBackRequest,
     WaitRequest,
-    WithdrawRequest,
     WriteKV,
 )
 from raydix.schemas.protocol import check_handshake, handshake
@@ -62,12 +58,6 @@ MAX_BATCH_REQUESTS = 512  # half of the most that a cache takes, so that it serv
 MAX_BATCH_BYTES = 2**20  # of token ids; with the request that exceeds it a batch is full: more only takes more memory
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_QUEUED_REQUESTS = 16_384
-_ALWAYS_QUEUED = (
-    ReleaseRequest,
-    AbortRequest,
-    TakeBackRequest,
-    WithdrawRequest,
-)  # they end or give up a lease
 _ANSWER_S = 5.0  # a heartbeat is given up after so long
 _CLOSE_S = 30.0  # and so is the end of a session
 
@@ -194,7 +184,7 @@ class RayTransport:
         return error
 
     def submit(self, request: Message, on_outcome: OnOutcome | None = None) -> asyncio.Future[Message]:
-        if len(self._queue) >= MAX_QUEUED_REQUESTS and not isinstance(request, _ALWAYS_QUEUED):
+        if len(self._queue) >= MAX_QUEUED_REQUESTS and not request.is_always_queued:
             raise CacheBusy(f"{len(self._queue)} requests of this client wait to be sent", RETRY_AFTER_S)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Message] = loop.create_future()
@@ -289,8 +279,8 @@ class RayTransport:
             request, future, on_outcome = entry
             if on_outcome is not None or not future.cancelled():
                 entries.append(entry)
-                if (tokens_of := batch_codec.TOKENS_OF.get(type(request))) is not None:
-                    num_bytes += len(tokens_of(request).data)
+                if (field := type(request).token_field) is not None:
+                    num_bytes += len(getattr(request, field).data)
         return entries
 
     async def wait(self, ticket: int) -> Message:

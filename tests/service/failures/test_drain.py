@@ -16,9 +16,8 @@ from support.caches.cache_kinds import Access
 from support.caches.cache_under_test import small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
-from raydix.actors.service import cache_service
 from raydix.actors.transport.process_liveness import ProcessLiveness
-from raydix.schemas import CacheUnavailable, InvalidRequest
+from raydix.schemas import AcquireRequest, CacheUnavailable, ExtendRequest, InvalidRequest, LockRequest
 
 
 class Drained:
@@ -167,7 +166,8 @@ async def test_a_drain_that_lets_a_lease_in_is_noticed(monkeypatch: pytest.Monke
     ending = await cache.drain()
     await takes_nothing_new(cache.client, lease)
 
-    monkeypatch.setattr(cache_service, "_TAKING", ())
+    for model in (AcquireRequest, LockRequest, ExtendRequest):
+        monkeypatch.setattr(model, "takes_slots", False)
 
     with pytest.raises((pytest.fail.Exception, Exception), match=r"DID NOT RAISE|needs"):
         await takes_nothing_new(cache.client, lease)
