@@ -32,11 +32,16 @@ if TYPE_CHECKING:
         BlockHashes,
         BlockRemoved,
         BlockStored,
+        CacheLoad,
         EventSnapshotRequest,
         KVEvent,
         KVEventBatch,
         KVEventSnapshot,
         NextEvents,
+        PackedEvents,
+        SlimEvent,
+        SlimEventBatch,
+        SlimEventSnapshot,
     )
     from raydix.schemas.explain import ExplainRequest, ExplainResponse
     from raydix.schemas.fingerprint import (
@@ -112,13 +117,6 @@ if TYPE_CHECKING:
         RouteExplanation,
     )
     from raydix.schemas.segment import Segment
-    from raydix.schemas.slim_events import (
-        CacheLoad,
-        PackedEvents,
-        SlimEvent,
-        SlimEventBatch,
-        SlimEventSnapshot,
-    )
     from raydix.schemas.stats import (
         CacheStats,
         EvictionTaskStats,
@@ -254,8 +252,8 @@ __getattr__ = lazy_names(
             "StaleEpoch UnknownLease"
         ),
         "events": (
-            "AllBlocksCleared BlockHashes BlockRemoved BlockStored EventSnapshotRequest KVEvent KVEventBatch "
-            "KVEventSnapshot NextEvents"
+            "AllBlocksCleared BlockHashes BlockRemoved BlockStored CacheLoad EventSnapshotRequest KVEvent KVEventBatch "
+            "KVEventSnapshot NextEvents PackedEvents SlimEvent SlimEventBatch SlimEventSnapshot"
         ),
         "explain": "ExplainRequest ExplainResponse",
         "fingerprint": (
@@ -279,7 +277,6 @@ __getattr__ = lazy_names(
         ),
         "routing": "FleetCacheStats FleetStats ReplicaRouterStats RouteCandidate RouteConfig RouteExplanation",
         "segment": "Segment",
-        "slim_events": "CacheLoad PackedEvents SlimEvent SlimEventBatch SlimEventSnapshot",
         "stats": "CacheStats EvictionTaskStats GhostStats Histogram PoolStats TenantStats TooLarge",
         "tenants": "TenantConfig",
         "tokens": "TokenIds",

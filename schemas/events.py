@@ -1,27 +1,40 @@
-"""KV events: a cache publishes the blocks that it stores and removes.
+"""Events: a cache publishes the pages that it stores and removes. Full ones name blocks, slim ones pages at strides.
 
-A block is a page. Names, order and meaning of the fields are those of vLLM's events, so that routers which read vLLM's
-can read them: `event.model_dump()` is the map that vLLM sends. Hashes are the first 64 bits, signed, of the chained
-SHA-256 of the page, as `hash_to_int64` gives them. Every event belongs to one namespace; hashes of
-different namespaces differ.
+Full events are vLLM's: a block is a page, and names, order and meaning of the fields are those of vLLM's events, so
+that routers which read vLLM's can read them: `event.model_dump()` is the map that vLLM sends. Hashes are the first 64
+bits, signed, of the chained SHA-256 of the page, as `hash_to_int64` gives them. Every event belongs to one namespace;
+hashes of different namespaces differ. Events are about full-attention KV: a block stays stored when its window KV or
+its state is evicted.
 
-Events are about full-attention KV: a block stays stored when its window KV or its state is evicted.
+Slim events are for routers: hashes without token ids, pending pages, and the cache's load. A page stands for all tokens
+up to its end, and only pages that end at a multiple of `stride_tokens` are named. A batch is flat: the kinds of its
+events, the number of pages of each, and the hashes of these pages, one after the other.
+
+Both travel as flat batches, packed once for all readers. With full events strides are pages, and `Blocks` are added.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, GetCoreSchemaHandler, model_serializer
 from pydantic_core import CoreSchema, core_schema
 
-from raydix.schemas.message import PydanticMessage
+from raydix.schemas.message import Answer, PydanticMessage
 from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.requests import LeaseId
 from raydix.schemas.tokens import TokenIds
+
+SlimEventKind = Literal["PagesStored", "PagesRemoved", "PagesCleared", "PagesPending", "PagesNotPending", "LoadChanged"]
+SLIM_EVENT_KINDS: tuple[SlimEventKind, ...] = get_args(SlimEventKind)  # a kind's place here is its byte in `kinds`
+_PROTOCOL = 5
+
+# ---------------------------------------------------------------- full events
 
 
 class BlockHashes(Sequence[int]):
@@ -169,6 +182,204 @@ class KVEventSnapshot(PydanticMessage):
     epoch: str
     seq: int = Field(ge=0, description="the last event that this includes")
     events: tuple[BlockStored, ...]
+
+
+# ---------------------------------------------------------------- slim events
+
+
+class SlimEvent(NamedTuple):
+    """One event of a slim batch.
+
+    `PagesCleared` removes every page, stored or pending. `LoadChanged` has no pages.
+    """
+
+    kind: SlimEventKind
+    hashes: tuple[int, ...]  # int64, of pages at the ends of strides
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLoad(Answer):
+    """The work that a cache has taken on, in tokens.
+
+    Attributes:
+        waiting_tokens: of requests that wait for free slots; of a growing lease, its growth alone.
+        leased_tokens: that open leases cover, cached prefixes included.
+        unpublished_tokens: prompt tokens of open leases that were not cached at the grant and are not published yet.
+        private_slots: slots that open leases may write.
+    """
+
+    waiting_tokens: int = 0
+    leased_tokens: int = 0
+    unpublished_tokens: int = 0
+    private_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlimEventBatch(Answer):
+    """Events in order, without a hole between them; numbered as those of `KVEventBatch` are.
+
+    This batch's are those in (seq - len(kinds), seq]. A reader that has the first of them already skips these. After a
+    `gap` events up to `seq` are lost, and only `event_snapshot()` lists the pages.
+
+    Attributes:
+        epoch: this life of the cache.
+        seq: the number of the last of these events.
+        stride_tokens: the tokens of a stride.
+        kinds: one byte an event, its place in `SLIM_EVENT_KINDS`.
+        counts: int32, little-endian: the number of pages of each event.
+        hashes: int64, little-endian: of the pages, event after event.
+        load: of the cache after these events.
+        gap: events were dropped before they were read: take a snapshot.
+    """
+
+    epoch: str
+    seq: int
+    stride_tokens: int
+    kinds: bytes = field(repr=False)
+    counts: bytes = field(repr=False)
+    hashes: bytes = field(repr=False)
+    load: CacheLoad
+    gap: bool = False
+
+    @property
+    def page_counts(self) -> NDArray[np.int32]:
+        """The number of pages of each event, a read-only view."""
+        return np.frombuffer(self.counts, "<i4")
+
+    @property
+    def page_hashes(self) -> NDArray[np.int64]:
+        """The hashes of the pages of all events, a read-only view."""
+        return np.frombuffer(self.hashes, "<i8")
+
+    @property
+    def events(self) -> tuple[SlimEvent, ...]:
+        """The events, one by one. O(pages)."""
+        return tuple([SlimEvent(kind, tuple(np.frombuffer(data, "<i8").tolist())) for kind, data in self.split()])
+
+    def split(self) -> Iterator[tuple[SlimEventKind, bytes]]:
+        """Yield the kind of each event, and the hashes of its pages as bytes."""
+        start = 0
+        for kind, count in zip(self.kinds, self.page_counts.tolist(), strict=True):
+            stop = start + 8 * count
+            yield SLIM_EVENT_KINDS[kind], self.hashes[start:stop]
+            start = stop
+
+
+@dataclass(frozen=True, slots=True)
+class SlimEventSnapshot(Answer):
+    """Every page after event `seq`. The stream continues after `seq`.
+
+    Attributes:
+        epoch: this life of the cache.
+        seq: the number of the last event that this includes.
+        stride_tokens: the tokens of a stride.
+        page_size: tokens of a page.
+        bigram: the cache's keys are pairs of neighbouring tokens.
+        stored: int64, little-endian: the hashes of the stored pages, each once.
+        pending: the same, of the pages that open leases will publish.
+        load: of the cache.
+    """
+
+    epoch: str
+    seq: int
+    stride_tokens: int
+    page_size: int
+    bigram: bool
+    stored: bytes = field(repr=False)
+    pending: bytes = field(repr=False)
+    load: CacheLoad
+
+    @property
+    def stored_hashes(self) -> NDArray[np.int64]:
+        """The hashes of the stored pages, a read-only view."""
+        return np.frombuffer(self.stored, "<i8")
+
+    @property
+    def pending_hashes(self) -> NDArray[np.int64]:
+        """The hashes of the pending pages, a read-only view."""
+        return np.frombuffer(self.pending, "<i8")
+
+
+# ---------------------------------------------------------------- the way to the readers
+
+
+class Blocks(NamedTuple):
+    """The part of full events that slim ones lack.
+
+    Attributes:
+        medium: where the KV of all these events is: "GPU" or "CPU".
+        parents: for each event `PagesStored` the hash of the page before its first one; None: none is before it.
+        token_ids: for each the ids of all its pages, as in `TokenIds.data`.
+        namespaces: for each its namespace.
+    """
+
+    medium: str
+    parents: tuple[int | None, ...]
+    token_ids: tuple[bytes, ...]
+    namespaces: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEvents(Answer):
+    """Batches that follow one another, each packed once for all readers. Empty: there is no later event.
+
+    Attributes:
+        batches: as `pack_batch` made them.
+    """
+
+    batches: tuple[bytes, ...] = field(repr=False)
+
+    def unpack(self, after_seq: int | None = None) -> list[KVEventBatch | SlimEventBatch]:
+        """Return the batches; full ones without the events up to number `after_seq`, which a reader has."""
+        return [unpack_batch(packed, after_seq) for packed in self.batches]
+
+    def snapshot(self) -> KVEventSnapshot:
+        """Return the full snapshot that travels as one batch of `BlockStored`."""
+        (batch,) = self.unpack()
+        stored = tuple([event for event in batch.events if isinstance(event, BlockStored)])
+        return KVEventSnapshot(epoch=batch.epoch, seq=batch.seq, events=stored)
+
+
+def pack_batch(batch: SlimEventBatch, blocks: Blocks | None = None) -> bytes:
+    """Return a batch as bytes. With `blocks` it is one of full events."""
+    *values, load, gap = batch._values()
+    return pickle.dumps((*values, tuple(load._values()), gap, None if blocks is None else tuple(blocks)), _PROTOCOL)
+
+
+def unpack_batch(packed: bytes, after_seq: int | None = None) -> KVEventBatch | SlimEventBatch:
+    """Return the batch of `pack_batch`, as `PackedEvents.unpack`. The cache made it, so that nothing is checked."""
+    epoch, seq, stride_tokens, kinds, counts, hashes, load, gap, blocks = pickle.loads(packed)
+    batch = SlimEventBatch(epoch, seq, stride_tokens, kinds, counts, hashes, CacheLoad(*load), gap)
+    if blocks is None:
+        return batch
+    num_known = 0 if after_seq is None else max(0, after_seq - seq + len(kinds))
+    return KVEventBatch(epoch=epoch, seq=seq, events=_full_events(batch, Blocks(*blocks))[num_known:], gap=gap)
+
+
+def _full_events(batch: SlimEventBatch, blocks: Blocks) -> tuple[KVEvent, ...]:
+    stored = zip(blocks.parents, blocks.token_ids, blocks.namespaces, strict=True)
+    medium, block_size = blocks.medium, batch.stride_tokens
+    events: list[KVEvent] = []
+    for kind, data in batch.split():
+        if kind == "PagesCleared":
+            events.append(AllBlocksCleared())
+            continue
+        hashes = BlockHashes(data)
+        if kind == "PagesRemoved":
+            events.append(BlockRemoved(block_hashes=hashes, medium=medium))
+            continue
+        parent, ids, namespace = next(stored)
+        events.append(
+            BlockStored(
+                block_hashes=hashes,
+                parent_block_hash=parent,
+                token_ids=TokenIds(ids, len(ids) // (len(hashes) * block_size)),
+                block_size=block_size,
+                medium=medium,
+                namespace=namespace,
+            )
+        )
+    return tuple(events)
 
 
 class NextEvents(PydanticMessage):

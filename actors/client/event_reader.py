@@ -10,7 +10,6 @@ from raydix.schemas import (
     InvalidRequest,
     KVEventBatch,
     LeaseExpired,
-    PackedEvents,
     SlimEventBatch,
     StaleEpoch,
 )
@@ -34,7 +33,7 @@ async def read_events(session: ClientSession, after_seq: int | None) -> AsyncIte
         if transport.epoch != epoch:  # another request met the restart, and opened this session
             raise StaleEpoch(epoch, transport.epoch)
         try:
-            batch = await transport.next_events(seq, _TIMEOUT_S)
+            packed = await transport.next_events(seq, _TIMEOUT_S)
         except CacheError as error:
             if session.closed:
                 return
@@ -43,11 +42,6 @@ async def read_events(session: ClientSession, after_seq: int | None) -> AsyncIte
                 raise
             await session.open()  # the next session reads the same events
             continue
-        if isinstance(batch, PackedEvents):
-            for each in batch.unpack():
-                seq = each.seq
-                yield each
-            continue
-        seq = batch.seq
-        if batch.events or batch.gap:
+        for batch in packed.unpack(seq):
+            seq = batch.seq
             yield batch

@@ -13,7 +13,6 @@ from raydix.schemas import (
     CacheError,
     CloseSession,
     InvalidRequest,
-    KVEventBatch,
     KVResponse,
     LeaseExpired,
     Message,
@@ -79,7 +78,7 @@ class LocalTransport:
         with self._recording_loss():
             return await self._host.service.wait(request)
 
-    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch | PackedEvents:
+    async def next_events(self, after_seq: int, timeout_s: float) -> PackedEvents:
         request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
         with self._recording_loss():
             return await self._host.service.next_events(request)

@@ -61,6 +61,7 @@ from raydix.schemas import (
     MatchResponse,
     Message,
     ModelFingerprint,
+    PackedEvents,
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
@@ -725,7 +726,7 @@ class PrefixCacheClient:
         response = (await self.session.ask(EventSnapshotRequest()))[0]
         if isinstance(response, SlimEventSnapshot):
             return response
-        return checked_response(KVEventSnapshot, response)
+        return checked_response(PackedEvents, response).snapshot()
 
 
 def _make_plain(

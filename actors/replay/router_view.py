@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydix.cache_core import Applied, PageIndex
-from raydix.schemas.slim_events import SLIM_EVENT_KINDS
+from raydix.schemas.events import SLIM_EVENT_KINDS
 
 _KINDS = bytes((SLIM_EVENT_KINDS.index("PagesStored"), SLIM_EVENT_KINDS.index("PagesRemoved")))  # a batch's events
 

@@ -23,7 +23,6 @@ from raydix.schemas import (
     CacheStats,
     CacheUnavailable,
     CloseSession,
-    KVEventBatch,
     KVResponse,
     Message,
     NextEvents,
@@ -167,7 +166,7 @@ class PrefixCacheActor:
         """Wait for the outcome of a queued request."""
         return await self._host.service.wait(request)
 
-    async def next_events(self, request: NextEvents) -> KVEventBatch | PackedEvents:
+    async def next_events(self, request: NextEvents) -> PackedEvents:
         """Wait for events."""
         return await self._host.service.next_events(request)
 

@@ -49,7 +49,6 @@ from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.eviction_task import EvictionTask
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.service.request_handlers import NO_EVENTS, Answer, RequestHandlers
-from raydix.actors.service.slim_event_feed import SlimEventFeed
 from raydix.actors.service.stats import core_stats
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.deadlocks import Deadlocks
@@ -74,7 +73,6 @@ from raydix.schemas import (
     CloseSession,
     ConfigMismatch,
     InvalidRequest,
-    KVEventBatch,
     Message,
     NextEvents,
     OpenSession,
@@ -139,9 +137,9 @@ class CacheService:
         timeout_s = config.leases.acquire_timeout_s
         self._admission = Admission(self.core, self.wait_queue, self._owners, self.bindings, timeout_s)
         self._deadlocks = Deadlocks(self.core, self.wait_queue, self._admission)
-        self.feed: EventFeed | SlimEventFeed | None = None
+        self.feed: EventFeed | None = None
         if config.events == "slim":
-            self.feed = SlimEventFeed(epoch, config.page_size, config.stride_tokens, config.bigram, self._load)
+            self.feed = EventFeed(epoch, config.page_size, None, config.stride_tokens, config.bigram, self._load)
             self.core.publish_slim_events_to(self.feed, config.stride_tokens // config.page_size)
         elif config.events:
             self.feed = EventFeed(epoch, config.page_size, medium)
@@ -346,7 +344,7 @@ class CacheService:
         responses = tuple([dispatch(session.session_id, request) for request in requests])
         if self.wait_queue.waiting:
             self._serve_queue()
-        if isinstance(self.feed, SlimEventFeed):
+        if self.feed is not None:
             self.feed.note_load()
         num_acquires = admission.num_acquires - num_acquires
         num_locks, num_inserts = handlers.num_locks - num_locks, handlers.num_inserts - num_inserts
@@ -396,7 +394,7 @@ class CacheService:
                 unpublished += max(0, len(lease.key) - max(lease.prefix_len, self.core.published_len(lease)))
         return CacheLoad(self.wait_queue.num_tokens(), leased, unpublished, self.core.private_slots)
 
-    async def next_events(self, request: NextEvents) -> KVEventBatch | PackedEvents:
+    async def next_events(self, request: NextEvents) -> PackedEvents:
         """Return the events after those that a client has seen, or none after its timeout.
 
         Raises:

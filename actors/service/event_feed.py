@@ -1,124 +1,226 @@
-"""`EventFeed`: a cache's numbered events. The latest are kept for readers."""
+"""`EventFeed`: a cache's events, numbered, and packed into batches once for all readers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable
-from itertools import islice
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
 
 from raydix.cache_core.tree.page_events import Hashes, PageRun
-from raydix.schemas import (
-    AllBlocksCleared,
-    BlockHashes,
-    BlockRemoved,
-    BlockStored,
-    KVEvent,
-    KVEventBatch,
-    KVEventSnapshot,
-    TokenIds,
-)
+from raydix.schemas import CacheLoad, PackedEvents, SlimEventBatch, SlimEventSnapshot, TokenIds
+from raydix.schemas.events import SLIM_EVENT_KINDS, Blocks, pack_batch
 
-MAX_EVENTS = 10_000  # kept
-MAX_BYTES = 64 * 2**20  # of hashes and token ids in the kept events
+MAX_EVENTS = 10_000  # full events that are kept
+MAX_BYTES, MAX_SLIM_BYTES = 64 * 2**20, 16 * 2**20  # packed batches that are kept
 MAX_BATCH_EVENTS = 1_000
-MAX_BATCH_BYTES = 4 * 2**20
+MAX_BATCH_BYTES = 2**17  # hashes and token ids
+MAX_ANSWER_BYTES = 2**20  # one batch is sent in any case
+LINGER_S = 0.02  # a new batch of slim events waits so long for more
+_STORED, _REMOVED, _CLEARED, _PENDING, _NOT_PENDING, _LOAD_CHANGED = (
+    bytes((place,)) for place in range(len(SLIM_EVENT_KINDS))
+)
+_NO_PAGES = np.empty(0, np.int64)
+
+
+_Event = tuple[bytes, Hashes, PageRun | None]  # the kind, the pages, and where they are stored their run
+
+
+class _Batch(NamedTuple):
+    """A packed batch."""
+
+    seq: int
+    packed: bytes
 
 
 class EventFeed:
-    """Takes a tree's events and serves them to readers. It never makes the cache wait.
+    """Takes a tree's events and serves them to readers. The cache never waits for it.
 
-    Old events are dropped as new ones come. A reader that asks for dropped events gets `gap=True` and takes a snapshot.
-    All runs on one event loop; only reading needs one.
+    Events collect until a reader asks, or until they are many. Then they become a batch, for every reader: one that has
+    the batch's first events already skips them. Old batches are dropped as new ones come; a reader that asks for
+    dropped events gets `gap=True` and takes a snapshot. Slim events have the load, too: if it has changed, the batch
+    gets an event `LoadChanged`, so that a change alone is a batch. All runs on one event loop; only reading needs one.
 
     Args:
         epoch: the life of the cache that the numbers belong to.
-        block_size: tokens of a page.
-        medium: where the KV is: "GPU" or "CPU".
+        page_size: tokens of a page.
+        medium: where the KV is: "GPU" or "CPU"; None: the events are slim.
+        stride_tokens: of slim events.
+        bigram: the cache's keys are pairs of neighbouring tokens.
+        load: returns the cache's load, for slim events.
     """
 
     def __init__(
-        self, epoch: str, block_size: int, medium: str, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES
+        self,
+        epoch: str,
+        page_size: int,
+        medium: str | None,
+        stride_tokens: int | None = None,
+        bigram: bool = False,
+        load: Callable[[], CacheLoad] = CacheLoad,
     ) -> None:
-        self.seq = 0  # the number of the last event
         self._epoch = epoch
-        self._block_size = block_size
+        self._page_size = page_size
         self._medium = medium
-        self._max_events = max_events
-        self._max_bytes = max_bytes
-        self._kept: deque[KVEvent] = deque()  # the last of them is event `seq`
-        self._num_bytes = 0  # of those
-        self._news: asyncio.Future[None] | None = None  # set with the next event, for readers that wait
+        self._stride_tokens = stride_tokens or page_size
+        self._bigram = bigram
+        self._load = load
+        self._max_events = MAX_EVENTS if medium else sys.maxsize
+        self._max_bytes = MAX_BYTES if medium else MAX_SLIM_BYTES
+        self._linger_s = 0.0 if medium else LINGER_S
+        self._sent_load = CacheLoad()  # the load in the last batch
+        self._seq = 0  # the number of the last event in a batch
+        self._events: list[_Event] = []  # later events
+        self._num_pages = 0  # the pages of these events
+        self._max_pages = MAX_BATCH_BYTES // (8 + 4 * page_size if medium else 8)
+        self._kept: list[_Batch] = []  # the last batches
+        self._num_bytes = 0
+        self._first_seq = 0  # the number of the event before the first kept batch
+        self._news: asyncio.Future[None] | None = None  # readers wait for it; the next event sets it
+        self._load_check: asyncio.TimerHandle | None = None
         self._closed = False
 
     # ---------------------------------------------------------------- the sink
 
     def stored(self, run: PageRun) -> None:
         """Publish that pages can be matched from now on."""
-        self._publish(self._stored(run))
+        self._add(_STORED, run.hashes, run)
 
     def removed(self, hashes: Hashes) -> None:
         """Publish that pages are gone."""
-        self._publish(BlockRemoved(block_hashes=BlockHashes.pack(hashes), medium=self._medium))
+        self._add(_REMOVED, hashes)
 
     def cleared(self) -> None:
         """Publish that all pages are gone."""
-        self._publish(AllBlocksCleared())
+        self._add(_CLEARED, _NO_PAGES)
 
-    def _stored(self, run: PageRun) -> BlockStored:
-        return BlockStored(
-            block_hashes=BlockHashes.pack(run.hashes),
-            parent_block_hash=run.parent_hash,
-            token_ids=TokenIds.pack(run.token_ids),
-            block_size=self._block_size,
-            medium=self._medium,
-            namespace=run.extra_key,
-        )
+    def pending(self, hashes: Hashes) -> None:
+        """Publish that a lease was granted which will publish these pages."""
+        self._add(_PENDING, hashes)
 
-    def _publish(self, event: KVEvent) -> None:
-        self.seq += 1
-        self._kept.append(event)
-        self._num_bytes += _num_bytes(event)
-        while len(self._kept) > self._max_events or self._num_bytes > self._max_bytes:
-            self._num_bytes -= _num_bytes(self._kept.popleft())
-        self.wake()
+    def not_pending(self, hashes: Hashes) -> None:
+        """Publish that no open lease will publish these pages any more."""
+        self._add(_NOT_PENDING, hashes)
+
+    def _add(self, kind: bytes, hashes: Hashes, run: PageRun | None = None) -> None:
+        self._events.append((kind, hashes, run))
+        self._num_pages += len(hashes)
+        if self._num_pages >= self._max_pages or len(self._events) >= MAX_BATCH_EVENTS:
+            self._seal()
+        if self._news is not None:
+            self.wake()
+
+    def note_load(self) -> None:
+        """Have waiting readers notice a changed load, soon: the load is compared once for many calls."""
+        if self._news is None or self._medium or self._load_check is not None:
+            return
+        loop = self._news.get_loop()
+        if not loop.is_closed():
+            self._load_check = loop.call_later(self._linger_s, self._compare_load)
+
+    def _compare_load(self) -> None:
+        self._load_check = None
+        if self._load() != self._sent_load:
+            self.wake()
 
     def wake(self) -> None:
-        """Have waiting readers look for events, and for the end of their sessions."""
+        """Have waiting readers look for events, for another load, and for the end of their sessions."""
         news, self._news = self._news, None
         if news is not None and not news.done() and not news.get_loop().is_closed():
             news.set_result(None)
 
     def change_loop(self) -> None:
         """Forget the readers that waited on a loop that was closed."""
-        self._news = None
+        self._news = self._load_check = None
 
-    # ---------------------------------------------------------------- readers
+    # ---------------------------------------------------------------- batches
 
-    def batch_after(self, after_seq: int) -> KVEventBatch:
-        """Return the events after number `after_seq`, as many as fit in one batch; none if there is no later one."""
-        missed = self.seq - after_seq
-        if not 0 <= missed <= len(self._kept):
-            return KVEventBatch(epoch=self._epoch, seq=self.seq, events=(), gap=True)
-        first = len(self._kept) - missed
-        events = _head(islice(self._kept, first, first + MAX_BATCH_EVENTS))
-        return KVEventBatch(epoch=self._epoch, seq=after_seq + len(events), events=events)
+    @property
+    def seq(self) -> int:
+        """The number of the last event."""
+        return self._seq + len(self._events)
 
-    async def next_batch(self, after_seq: int, timeout_s: float) -> KVEventBatch:
-        """Wait up to `timeout_s` for an event, and return `batch_after`."""
-        if after_seq == self.seq and not self._closed:
+    def _seal(self) -> None:
+        """Make a batch of the events since the last one, and of the load if it has changed. None if nothing has."""
+        load = self._load()
+        if load != self._sent_load:
+            self._events.append((_LOAD_CHANGED, _NO_PAGES, None))
+        if not self._events:
+            return
+        events, self._events, self._num_pages, self._sent_load = self._events, [], 0, load
+        self._seq += len(events)
+        packed = self._pack(events, self._seq, load)
+        self._kept.append(_Batch(self._seq, packed))
+        self._num_bytes += len(packed)
+        num_dropped = 0
+        while self._num_bytes > self._max_bytes or self._seq - self._first_seq > self._max_events:
+            self._num_bytes -= len(self._kept[num_dropped].packed)
+            self._first_seq = self._kept[num_dropped].seq
+            num_dropped += 1
+        del self._kept[:num_dropped]
+
+    def _pack(self, events: list[_Event], seq: int, load: CacheLoad, gap: bool = False) -> bytes:
+        """Return a batch that ends with number `seq`."""
+        kinds = b"".join([kind for kind, _, _ in events])
+        counts = np.array([len(hashes) for _, hashes, _ in events], "<i4").tobytes()
+        pages = _joined([hashes for _, hashes, _ in events])
+        batch = SlimEventBatch(self._epoch, seq, self._stride_tokens, kinds, counts, pages, load, gap)
+        if self._medium is None:
+            return pack_batch(batch)
+        runs = [run for _, _, run in events if run is not None]
+        parents = tuple([run.parent_hash for run in runs])
+        token_ids = tuple([TokenIds.pack(run.token_ids).data for run in runs])
+        return pack_batch(batch, Blocks(self._medium, parents, token_ids, tuple([run.extra_key for run in runs])))
+
+    def batches_after(self, after_seq: int) -> PackedEvents:
+        """Return the batches with the events after number `after_seq`, as many as fit; none without later events."""
+        if after_seq >= self._seq:
+            self._seal()
+        if not self._first_seq <= after_seq <= self._seq:
+            return PackedEvents((self._pack([], self.seq, self._load(), gap=True),))
+        found: list[bytes] = []
+        num_bytes = 0
+        for batch in self._kept[bisect_right(self._kept, after_seq, key=lambda batch: batch.seq) :]:
+            num_bytes += len(batch.packed)
+            if found and num_bytes > MAX_ANSWER_BYTES:
+                break
+            found.append(batch.packed)
+        return PackedEvents(tuple(found))
+
+    async def next_batch(self, after_seq: int, timeout_s: float) -> PackedEvents:
+        """Wait up to `timeout_s` for an event or another load, and return `batches_after`."""
+        if after_seq == self.seq and not self._closed and self._load() == self._sent_load:
             if self._news is None:
                 self._news = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._news,), timeout=timeout_s)  # leaves the future to the other readers
-        return self.batch_after(after_seq)
+        if self._linger_s and timeout_s and self._seq <= after_seq <= self.seq and self._events and not self._closed:
+            await asyncio.sleep(self._linger_s)
+        return self.batches_after(after_seq)
 
-    def snapshot(self, runs: Iterable[PageRun]) -> KVEventSnapshot:
-        """Return a reader's starting point.
+    def snapshot(self, runs: Iterable[PageRun], pending: Hashes = _NO_PAGES) -> PackedEvents | SlimEventSnapshot:
+        """Return a reader's starting point: of full events a batch.
 
         Args:
-            runs: all pages that are cached now, parents before children.
+            runs: all pages that are cached now and have events, parents before children.
+            pending: the pages that are pending now.
         """
-        return KVEventSnapshot(epoch=self._epoch, seq=self.seq, events=tuple([self._stored(run) for run in runs]))
+        load = self._load()
+        if self._medium:
+            stored: list[_Event] = [(_STORED, run.hashes, run) for run in runs]
+            return PackedEvents((self._pack(stored, self.seq, load),))
+        return SlimEventSnapshot(
+            self._epoch,
+            self.seq,
+            self._stride_tokens,
+            self._page_size,
+            self._bigram,
+            _joined([run.hashes for run in runs]),
+            _joined([pending]),
+            load,
+        )
 
     def close(self) -> None:
         """End every wait, and let none begin."""
@@ -126,22 +228,5 @@ class EventFeed:
         self.wake()
 
 
-def _num_bytes(event: KVEvent) -> int:
-    match event:
-        case BlockStored():
-            return len(event.block_hashes.data) + len(event.token_ids.data)
-        case BlockRemoved():
-            return len(event.block_hashes.data)
-    return 0
-
-
-def _head(events: Iterable[KVEvent]) -> tuple[KVEvent, ...]:
-    """Return the first events, as many as a batch takes: one at least, if there is one."""
-    head: list[KVEvent] = []
-    num_bytes = 0
-    for event in events:
-        num_bytes += _num_bytes(event)
-        if head and num_bytes > MAX_BATCH_BYTES:
-            break
-        head.append(event)
-    return tuple(head)
+def _joined(pages: list[Hashes]) -> bytes:
+    return np.concatenate([_NO_PAGES, *pages]).astype("<i8", copy=False).tobytes()

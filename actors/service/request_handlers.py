@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from raydix.actors.service.event_feed import EventFeed
-from raydix.actors.service.slim_event_feed import SlimEventFeed
 from raydix.actors.service.stats import tree_response
 from raydix.actors.sessions.admission import Admission, key_of, packed
 from raydix.actors.sessions.lease_offers import LeaseOffers
@@ -35,12 +34,12 @@ from raydix.schemas import (
     InsertRequest,
     InsertResponse,
     InvalidRequest,
-    KVEventSnapshot,
     LeaseResponse,
     LockRequest,
     MatchRequest,
     MatchResponse,
     Message,
+    PackedEvents,
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
@@ -64,7 +63,7 @@ from raydix.schemas import (
     unframe_namespace,
 )
 
-NO_EVENTS = "this cache publishes no events: start it with CacheConfig(events=True)"
+NO_EVENTS = "this cache publishes no events: start it with CacheConfig(events='full') or events='slim'"
 
 Answer = Message | CacheError
 
@@ -98,7 +97,7 @@ class RequestHandlers:
         admission: Admission,
         offers: LeaseOffers,
         bindings: ModelBindings,
-        feed: EventFeed | SlimEventFeed | None,
+        feed: EventFeed | None,
         stats: Callable[[], CacheStats],
         unused_s: Callable[[int], float | None],
     ) -> None:
@@ -266,12 +265,10 @@ class RequestHandlers:
 
     def _event_snapshot(
         self, session_id: str, request: EventSnapshotRequest
-    ) -> KVEventSnapshot | SlimEventSnapshot | InvalidRequest:
+    ) -> PackedEvents | SlimEventSnapshot | InvalidRequest:
         if self._feed is None:
             return InvalidRequest(NO_EVENTS)
-        if isinstance(self._feed, SlimEventFeed):
-            return self._feed.snapshot(self._core.resident_pages(), self._core.pending_pages())
-        return self._feed.snapshot(self._core.resident_pages())
+        return self._feed.snapshot(self._core.resident_pages(), self._core.pending_pages())
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
         self._core.check_invariants()

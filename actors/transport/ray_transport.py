@@ -34,7 +34,6 @@ from raydix.schemas import (
     CacheUnavailable,
     CloseSession,
     InvalidRequest,
-    KVEventBatch,
     KVResponse,
     LeaseExpired,
     Message,
@@ -288,10 +287,10 @@ class RayTransport:
         response: Message = await self._setting_lost(self._call(self._actor.wait, request))
         return response
 
-    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch | PackedEvents:
+    async def next_events(self, after_seq: int, timeout_s: float) -> PackedEvents:
         request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
-        batch: KVEventBatch | PackedEvents = await self._setting_lost(self._call(self._actor.next_events, request))
-        return batch
+        events: PackedEvents = await self._setting_lost(self._call(self._actor.next_events, request))
+        return events
 
     async def pool_handle(self) -> PoolHandle:
         handle: PoolHandle = await self._call(self._actor.pool_handle)

@@ -9,7 +9,6 @@ from typing import Protocol
 from raydix.cache_core import KVPool, RecordPool
 from raydix.schemas import (
     CacheError,
-    KVEventBatch,
     KVResponse,
     LeaseExpired,
     Message,
@@ -58,7 +57,7 @@ class Transport(Protocol):
     async def wait(self, ticket: int) -> Message:
         """Return the outcome of a queued request."""
 
-    async def next_events(self, after_seq: int, timeout_s: float) -> KVEventBatch | PackedEvents:
+    async def next_events(self, after_seq: int, timeout_s: float) -> PackedEvents:
         """Return the events after number `after_seq`; wait for one up to `timeout_s`."""
 
     async def pool_handle(self) -> PoolHandle:

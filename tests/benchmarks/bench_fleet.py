@@ -32,7 +32,7 @@ from raydix.actors.fleet.fleet import _Prompt
 from raydix.actors.fleet.route import Route
 from raydix.cache_core import Applied, PageIndex, RadixKey, page_hashes
 from raydix.schemas import SlimEventBatch
-from raydix.schemas.slim_events import SLIM_EVENT_KINDS, pack_batch, unpack_batch
+from raydix.schemas.events import SLIM_EVENT_KINDS, pack_batch, unpack_batch
 
 NUM_CACHES, NUM_PAGES = 1_000, 1_000_000
 STRIDE = 512  # tokens

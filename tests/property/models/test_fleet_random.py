@@ -18,8 +18,7 @@ from support.more import more
 from raydix.actors import Fleet, Lease, LocalPrefixCache, PrefixCacheClient, Route, connect_fleet
 from raydix.actors.fleet import cache_feed
 from raydix.actors.fleet import fleet as fleet_module
-from raydix.actors.service import slim_event_feed
-from raydix.actors.service.slim_event_feed import SlimEventFeed
+from raydix.actors.service import event_feed
 from raydix.cache_core import PageIndex
 from raydix.schemas import PoolExhausted, RouteConfig
 
@@ -144,12 +143,12 @@ async def test_each_index_equals_the_snapshots_long(
 async def run(seed: int, num_operations: int, monkeypatch: pytest.MonkeyPatch, disturbed: bool) -> None:
     monkeypatch.setattr(fleet_module, "_LOOK_S", 0.01)
     monkeypatch.setattr(cache_feed, "_RETRY_S", 0.01)
-    monkeypatch.setattr(slim_event_feed, "MAX_BYTES", 2_000)  # so that some readers meet gaps
+    monkeypatch.setattr(event_feed, "MAX_SLIM_BYTES", 2_000)  # so that some readers meet gaps
     random = Random(seed)
     faults = FaultyFeed(random)
     if disturbed:
         monkeypatch.setattr(PrefixCacheClient, "events", faults.around(PrefixCacheClient.events))
-        around(monkeypatch, SlimEventFeed, "__init__", _without_linger)
+        monkeypatch.setattr(event_feed, "LINGER_S", 0.001)
     names = [f"cache-{number}" for number in range(3)]
     config = RouteConfig(promise_ttl_s=0.5)
     async with (
@@ -178,10 +177,6 @@ async def run(seed: int, num_operations: int, monkeypatch: pytest.MonkeyPatch, d
             assert stats.open_leases == stats.private_slots == 0
     if disturbed:
         assert all(faults.done[fault] for fault in ("late", "lost", "repeated", "reordered", "gap")), faults.done
-
-
-def _without_linger(original: Any, *given: Any, **named: Any) -> None:
-    original(*given, **named | {"linger_s": 0.001})
 
 
 def promised(fleet: Fleet) -> set[int]:

@@ -16,19 +16,21 @@ from support.caches.index_pool import IndexPool
 from support.faults.faults import Catalogue, Fault, Patch, around
 from support.faults.split_faults import after_cuts
 from support.more import more
-from support.reference.event_index import ReplayedIndex, resident_blocks
+from support.reference.event_index import ReplayedIndex, batch_after, resident_blocks, snapshot_of
 
+from raydix.actors.service import event_feed
 from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.tree import page_events, page_hashes
 from raydix.cache_core.tree.page_events import KVEventPublisher
+from raydix.schemas import PackedEvents
 
 NUM_STATES = 6
 MAX_LOCKS = 5
 MAX_TOKENS = 200  # in the tree
-KEPT = 8  # events kept for the reader that falls behind
+KEPT, MAX_BATCH = 8, 3  # events that are kept for the reader that falls behind, and events of a batch
 TREES: dict[str, Callable[[int], PrefixCache]] = {
     "full": lambda page_size: RadixCache(page_size, token_to_kv_pool_allocator=IndexPool()),
     "window": lambda page_size: RadixCache(page_size, sliding_window_size=2 * page_size),
@@ -36,12 +38,18 @@ TREES: dict[str, Callable[[int], PrefixCache]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "MAX_BATCH_EVENTS", MAX_BATCH)
+
+
 class TwoFeeds:
     """One sink for two feeds: one that keeps everything, one that keeps little."""
 
     def __init__(self, page_size: int) -> None:
         self.long = EventFeed("e", page_size, "CPU")
-        self.short = EventFeed("e", page_size, "CPU", max_events=KEPT)
+        self.short = EventFeed("e", page_size, "CPU")
+        self.short._max_events = KEPT
 
     def stored(self, run: Any) -> None:
         self.long.stored(run)
@@ -91,21 +99,23 @@ class EventTraffic:
         assert self.first.blocks == there
         assert self.late.blocks == there
         if self.rng.random() < 0.1:
-            self.late = ReplayedIndex(self.feeds.long.snapshot(self.tree.resident_pages()))
+            self.late = ReplayedIndex(snapshot_of(self.feeds.long, self.tree))
             assert self.late.blocks == there
         if self.rng.random() < 0.15:
             self._read_slowly()
             assert self.slow.blocks == there
 
     def _read(self, index: ReplayedIndex) -> None:
-        while (batch := self.feeds.long.batch_after(index.seq)).events:
+        while (batch := batch_after(self.feeds.long, index.seq)).events:
             index.apply(batch)
 
     def _read_slowly(self) -> None:
-        while (batch := self.feeds.short.batch_after(self.slow.seq)).events or batch.gap:
+        while (batch := batch_after(self.feeds.short, self.slow.seq)).events or batch.gap:
             if batch.gap:
                 self.num_gaps += 1
-                self.slow = ReplayedIndex(self.feeds.short.snapshot(self.tree.resident_pages()))
+                self.slow = ReplayedIndex(snapshot_of(self.feeds.short, self.tree))
+                if self.rng.random() < 0.5:
+                    return  # the reader goes on in the middle of a batch
             else:
                 self.slow.apply(batch)
 
@@ -310,33 +320,40 @@ def a_tombstone_is_told_as_removed(patch: Patch) -> None:
 def a_removal_takes_no_number(patch: Patch) -> None:
     def removed(original: Any, feed: EventFeed, hashes: Any) -> None:
         original(feed, hashes)
-        feed.seq -= 1
+        feed._seq -= 1
 
     around(patch, EventFeed, "removed", removed)
 
 
 @fault
 def a_gap_is_not_marked(patch: Patch) -> None:
-    def batch_after(original: Any, feed: EventFeed, after_seq: int) -> Any:
-        return original(feed, max(after_seq, feed.seq - len(feed._kept)))
+    def batches_after(original: Any, feed: EventFeed, after_seq: int) -> Any:
+        return original(feed, max(after_seq, feed._first_seq))
 
-    around(patch, EventFeed, "batch_after", batch_after)
+    around(patch, EventFeed, "batches_after", batches_after)
 
 
 @fault
-def a_gap_is_marked_one_event_late(patch: Patch) -> None:
-    def batch_after(original: Any, feed: EventFeed, after_seq: int) -> Any:
-        late = feed.seq - after_seq == len(feed._kept) + 1
-        batch = original(feed, after_seq + 1 if late else after_seq)
-        return batch.model_copy(update={"seq": feed.seq}) if late else batch
+def a_gap_is_marked_one_batch_late(patch: Patch) -> None:
+    def batches_after(original: Any, feed: EventFeed, after_seq: int) -> Any:
+        is_late = feed._first_seq - MAX_BATCH <= after_seq < feed._first_seq
+        return original(feed, feed._first_seq if is_late else after_seq)
 
-    around(patch, EventFeed, "batch_after", batch_after)
+    around(patch, EventFeed, "batches_after", batches_after)
+
+
+@fault
+def a_reader_gets_events_that_it_has(patch: Patch) -> None:
+    around(patch, PackedEvents, "unpack", lambda original, packed, after_seq=None: original(packed))
 
 
 @fault
 def a_snapshot_says_to_go_on_one_event_too_late(patch: Patch) -> None:
     def snapshot(original: Any, feed: EventFeed, runs: Any) -> Any:
-        return original(feed, runs).model_copy(update={"seq": feed.seq + 1})
+        feed._seq += 1
+        packed = original(feed, runs)
+        feed._seq -= 1
+        return packed
 
     around(patch, EventFeed, "snapshot", snapshot)
 

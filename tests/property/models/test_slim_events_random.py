@@ -11,15 +11,14 @@ import pytest
 from support.faults.faults import around
 from support.reference.event_index import resident_blocks
 
-from raydix.actors.service import slim_event_feed
+from raydix.actors.service import event_feed
 from raydix.actors.service.cache_service import CacheService
-from raydix.actors.service.slim_event_feed import SlimEventFeed
+from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import Applied, KVCache, OutOfSlotsError, PageIndex, RadixKey, page_hashes
 from raydix.cache_core.leases.pending_pages import PendingPages
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree.page_events import KVEventPublisher
 from raydix.schemas import CacheConfig, PoolConfig, SlimEventBatch, SlimEventSnapshot
-from raydix.schemas.slim_events import unpack_batch
 
 PAGE, STRIDE, NUM_SLOTS = 2, 6, 240
 NUM_OPERATIONS = 400
@@ -41,7 +40,7 @@ class Cache:
             page_size=PAGE, events="slim", events_stride_tokens=STRIDE, pool=PoolConfig(num_slots=NUM_SLOTS)
         )
         self.service = CacheService(config, f"{self.name}-{self.num_lives}")
-        assert isinstance(self.service.core, KVCache) and isinstance(self.service.feed, SlimEventFeed)
+        assert isinstance(self.service.core, KVCache) and isinstance(self.service.feed, EventFeed)
         self.core, self.feed = self.service.core, self.service.feed
         self.feed._max_bytes = 4_000
         self.leases: dict[str, RadixKey] = {}
@@ -97,7 +96,12 @@ class Cache:
         self.leases.clear()
 
     def snapshot(self) -> SlimEventSnapshot:
-        return self.feed.snapshot(self.core.resident_pages(), self.core.pending_pages())
+        snapshot = self.feed.snapshot(self.core.resident_pages(), self.core.pending_pages())
+        assert isinstance(snapshot, SlimEventSnapshot)
+        return snapshot
+
+    def batches_after(self, seq: int) -> list[SlimEventBatch]:
+        return [batch for batch in self.feed.batches_after(seq).unpack() if isinstance(batch, SlimEventBatch)]
 
     def stored(self) -> set[int]:
         """Return the strided pages that can be matched, from the tokens in the tree."""
@@ -144,7 +148,7 @@ class Router:
         after = seq if epoch == cache.service.epoch else 0
         if self.random.random() < 0.3:
             after = max(0, after - self.random.randrange(4))
-        batches = [unpack_batch(packed) for packed in cache.feed.batches_after(after).batches]
+        batches = cache.batches_after(after)
         self.late += [(number, each) for each in batches if self.random.random() < 0.8]
         self.late += [(number, each) for each in batches if self.random.random() < 0.1]
         if self.random.random() < 0.3:
@@ -173,16 +177,15 @@ class Router:
                 if epoch != cache.service.epoch:
                     self.take_snapshot(number)
                     continue
-                packed = cache.feed.batches_after(seq).batches
-                for each in packed:
-                    batch = unpack_batch(each)
+                batches = cache.batches_after(seq)
+                for batch in batches:
                     applied = self.index.apply(
                         self.columns[number], batch.epoch, batch.seq, batch.kinds, batch.page_counts, batch.page_hashes
                     )
                     if batch.gap or applied is Applied.NEEDS_SNAPSHOT:
                         assert batch.gap, "a reader that loses nothing has gaps where the cache says so alone"
                         self.take_snapshot(number)
-                if not packed:
+                if not batches:
                     break
 
     def check(self) -> None:
@@ -279,7 +282,7 @@ def number_a_batch_wrongly(patch: pytest.MonkeyPatch) -> None:
     def pack_batch(original: Any, batch: SlimEventBatch) -> bytes:
         return bytes(original(batch if len(batch.kinds) < 3 else _renumbered(batch)))
 
-    around(patch, slim_event_feed, "pack_batch", pack_batch)
+    around(patch, event_feed, "pack_batch", pack_batch)
 
 
 def _renumbered(batch: SlimEventBatch) -> SlimEventBatch:
@@ -289,7 +292,7 @@ def _renumbered(batch: SlimEventBatch) -> SlimEventBatch:
 
 
 def give_a_snapshot_the_number_of_the_next_event(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlimEventFeed, "seq", property(lambda self: self._seq + len(self._events) + 1))
+    patch.setattr(EventFeed, "seq", property(lambda self: self._seq + len(self._events) + 1))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from support.reference.event_index import ReplayedIndex
+from support.reference.event_index import ReplayedIndex, batch_after, snapshot_of
 from support.reference.keys import Token, event_hashes, page_hashes, pairs
 
 from raydix.actors.service.event_feed import EventFeed
@@ -98,12 +98,12 @@ def prompts_meet_where_their_ids_are_equal(kind: str, prompts: list[Prompt], pag
         tree.insert(RadixKey(FORMS[form](prompt)))
 
         there.update(event_hashes(prompt, page_size))
-        index.apply(feed.batch_after(index.seq))
+        index.apply(batch_after(feed, index.seq))
         assert index.hashes == there
         tree.check_invariants()
         for known in prompts[: number + 1]:
             assert digests_of(tree, known) == page_hashes(known, page_size)
-    assert ReplayedIndex(feed.snapshot(tree.resident_pages())).blocks == index.blocks
+    assert ReplayedIndex(snapshot_of(feed, tree)).blocks == index.blocks
 
 
 def digests_of(tree: PrefixCache, tokens: list[Any]) -> list[str]:
@@ -163,7 +163,7 @@ def pairs_lose_one_token_and_what_is_then_no_whole_page(prompts: list[Prompt], p
 
         firsts = [prompt[start : start + page_size] for start in range(0, units - page_size + 1, page_size)]
         there.update(zip(event_hashes(pairs(prompt), page_size), firsts, strict=True))
-        index.apply(feed.batch_after(index.seq))
+        index.apply(batch_after(feed, index.seq))
         assert {each: list(block.token_ids) for each, block in index.blocks.items()} == there
         assert there.keys().isdisjoint(event_hashes(prompt, page_size))
         tokens: list[Token] = pairs(prompt)

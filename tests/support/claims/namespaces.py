@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from hypothesis import strategies as st
-from support.reference.event_index import ReplayedIndex
+from support.reference.event_index import ReplayedIndex, batch_after
 from support.reference.keys import Token, Triple, event_hashes, framed, page_hashes, seed_of
 
 from raydix.actors.service.event_feed import EventFeed
@@ -98,7 +98,7 @@ def spaces_share_nothing(kind: str, spaces: list[Space], ids: list[int], page_si
         tokens = elements(ids, arity)
         slots = torch.arange(len(tokens)) + 100 * number
         tree.insert(RadixKey(tokens, frame_namespace(*triple)), slots, mamba_value=number)
-        batch = feed.batch_after(index.seq)
+        batch = batch_after(feed, index.seq)
         chain: list[int] = []
         for event in batch.events:
             assert isinstance(event, BlockStored)
@@ -122,7 +122,7 @@ def spaces_share_nothing(kind: str, spaces: list[Space], ids: list[int], page_si
 
     tree.check_invariants()
     tree.evict(sum(len(elements(ids, arity)) for _, arity in spaces))
-    index.apply(feed.batch_after(index.seq))
+    index.apply(batch_after(feed, index.seq))
     assert not index.blocks
 
 

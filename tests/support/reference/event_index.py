@@ -5,10 +5,19 @@ from __future__ import annotations
 from functools import cache as memoised
 from typing import Any, NamedTuple
 
+from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import hash_to_int64, hash_token_ids
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree.hashing import namespace_seed
-from raydix.schemas import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch, KVEventSnapshot
+from raydix.schemas import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    KVEventSnapshot,
+    PackedEvents,
+)
 
 Tokens = tuple[Any, ...]
 
@@ -69,6 +78,21 @@ class ReplayedIndex:
         for each in event.block_hashes:
             assert all(block.parent != each for block in self.blocks.values()), f"{each} goes before its children"
             del self.blocks[each]
+
+
+def batch_after(feed: EventFeed, after_seq: int) -> KVEventBatch:
+    """Return a reader's next batch of full events; an empty one if there are no later events."""
+    batches = feed.batches_after(after_seq).unpack(after_seq)
+    batch = batches[0] if batches else KVEventBatch(epoch="e", seq=after_seq, events=())
+    assert isinstance(batch, KVEventBatch)
+    return batch
+
+
+def snapshot_of(feed: EventFeed, tree: PrefixCache) -> KVEventSnapshot:
+    """Return a snapshot of full events."""
+    packed = feed.snapshot(tree.resident_pages())
+    assert isinstance(packed, PackedEvents)
+    return packed.snapshot()
 
 
 def resident_blocks(tree: PrefixCache) -> dict[int, Block]:

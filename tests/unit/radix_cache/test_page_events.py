@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from support.caches.index_pool import IndexPool
-from support.reference.event_index import ReplayedIndex, resident_blocks
+from support.reference.event_index import ReplayedIndex, batch_after, resident_blocks, snapshot_of
 
 from raydix.actors.service import event_feed
 from raydix.actors.service.event_feed import EventFeed
@@ -25,6 +25,7 @@ from raydix.schemas import (
     BlockStored,
     CacheConfig,
     KVEvent,
+    PackedEvents,
     PoolConfig,
     frame_namespace,
     unframe_namespace,
@@ -44,14 +45,14 @@ def chain(*pages: list[int]) -> list[int]:
 class Told:
     """A tree, its feed, and the events since the last call."""
 
-    def __init__(self, tree: PrefixCache | None = None, **limits: int) -> None:
+    def __init__(self, tree: PrefixCache | None = None) -> None:
         self.tree: Any = tree or RadixCache(PAGE, token_to_kv_pool_allocator=IndexPool())
-        self.feed = EventFeed("e", self.tree.page_size, "GPU", **limits)
+        self.feed = EventFeed("e", self.tree.page_size, "GPU")
         self.tree.publish_events_to(self.feed)
         self._seq = 0
 
     def news(self) -> list[KVEvent]:
-        batch = self.feed.batch_after(self._seq)
+        batch = batch_after(self.feed, self._seq)
         assert not batch.gap
         self._seq = batch.seq
         return list(batch.events)
@@ -215,7 +216,7 @@ def test_wide_ids_are_told_as_they_are_and_change_no_hash_of_others(told: Told) 
 
     assert narrow == stored(chain([1, 2]), None, [1, 2])
     assert wide == stored(chain([2**40, 3]), None, [2**40, 3])
-    assert set(told.feed.snapshot(told.tree.resident_pages()).events) == {narrow, wide}
+    assert set(snapshot_of(told.feed, told.tree).events) == {narrow, wide}
 
 
 def test_without_a_sink_nothing_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,11 +247,11 @@ def test_a_sink_that_comes_late_begins_with_what_is_there() -> None:
     tree.insert(RadixKey([1, 2, 3, 4]))
 
     told = Told(tree)
-    index = ReplayedIndex(told.feed.snapshot(tree.resident_pages()))
+    index = ReplayedIndex(snapshot_of(told.feed, tree))
     tree.evict(4)
 
     assert index.hashes == set(chain([1, 2], [3, 4]))
-    index.apply(told.feed.batch_after(0))
+    index.apply(batch_after(told.feed, 0))
     assert index.hashes == set()
 
 
@@ -265,21 +266,21 @@ def test_a_snapshot_holds_everything_parents_first_and_says_where_to_go_on(told:
     told.tree.match_prefix(RadixKey([1, 2, 3, 4, 5, 6]))
     told.tree.evict(2)
 
-    snapshot = told.feed.snapshot(told.tree.resident_pages())
+    snapshot = snapshot_of(told.feed, told.tree)
 
     assert (snapshot.epoch, snapshot.seq) == ("e", told.feed.seq)
     assert ReplayedIndex(snapshot).blocks == resident_blocks(told.tree)
 
 
 def test_events_are_numbered_from_one_and_a_batch_ends_at_its_last(told: Told) -> None:
-    assert (told.feed.seq, told.feed.batch_after(0).seq) == (0, 0)
+    assert (told.feed.seq, batch_after(told.feed, 0).seq) == (0, 0)
     for each in (1, 2, 3):
         told.insert(each, each)
 
-    batch = told.feed.batch_after(1)
+    batch = batch_after(told.feed, 1)
 
     assert (batch.epoch, batch.seq, len(batch.events), batch.gap) == ("e", 3, 2, False)
-    assert told.feed.batch_after(3).events == ()
+    assert batch_after(told.feed, 3).events == ()
 
 
 def test_a_long_backlog_comes_in_several_batches(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,51 +288,71 @@ def test_a_long_backlog_comes_in_several_batches(told: Told, monkeypatch: pytest
     for each in (1, 2, 3, 4, 5):
         told.insert(each, each)
 
-    seqs, batch = [], told.feed.batch_after(0)
+    seqs, batch = [], batch_after(told.feed, 0)
     while batch.events:
         seqs.append((batch.seq, len(batch.events)))
-        batch = told.feed.batch_after(batch.seq)
+        batch = batch_after(told.feed, batch.seq)
 
     assert seqs == [(2, 2), (4, 2), (5, 1)]
 
 
-def test_a_batch_is_bounded_in_bytes_but_never_empty(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_feed, "MAX_BATCH_BYTES", 40)  # an event of one page is 16
+def test_a_batch_is_bounded_in_bytes_but_never_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "MAX_BATCH_BYTES", 48)  # an event of one page is 16
+    told = Told()
     for ids in ([1] * 2, [2] * 2, [3] * 2, [4] * 20, [5] * 2):
         told.insert(*ids)
 
-    assert [len(told.feed.batch_after(seq).events) for seq in range(5)] == [2, 2, 1, 1, 1]
+    assert [len(batch_after(told.feed, seq).events) for seq in range(5)] == [3, 2, 1, 1, 1]
 
 
-def test_who_falls_behind_what_is_kept_is_told_of_the_gap() -> None:
-    told = Told(max_events=2)
+def test_who_falls_behind_what_is_kept_is_told_of_the_gap(told: Told) -> None:
+    told.feed._max_events = 2
     for each in (1, 2, 3):
         told.insert(each, each)
+        told.news()
 
-    assert [len(told.feed.batch_after(seq).events) for seq in (1, 2, 3)] == [2, 1, 0]
-    batch = told.feed.batch_after(0)
+    assert [batch_after(told.feed, seq).seq for seq in (1, 2, 3)] == [2, 3, 3]
+    batch = batch_after(told.feed, 0)
     assert (batch.gap, batch.seq, batch.events) == (True, 3, ())
 
 
-def test_what_is_kept_is_bounded_in_bytes() -> None:
-    told = Told(max_bytes=50)  # an event of one page is 16
+def test_what_is_kept_is_bounded_in_bytes(told: Told) -> None:
     for each in (1, 2, 3, 4):
         told.insert(each, each)
+        told.news()
+        told.feed._max_bytes = 3 * len(told.feed.batches_after(0).batches[0]) if each == 1 else told.feed._max_bytes
 
-    assert told.feed.batch_after(0).gap
-    assert len(told.feed.batch_after(1).events) == 3
+    assert batch_after(told.feed, 0).gap
+    assert [batch.seq for batch in told.feed.batches_after(1).unpack()] == [2, 3, 4]
 
-    told.insert(*range(100, 120))  # 120 bytes: more than is kept
-    assert told.feed.batch_after(4).gap
-    assert not told.feed.batch_after(5).gap
+    told.insert(*range(100, 1100))  # 8,000 bytes: more than is kept
+    assert batch_after(told.feed, 4).gap
+    assert not batch_after(told.feed, 5).gap
 
 
 def test_a_number_that_was_never_given_is_a_gap(told: Told) -> None:
     told.insert(1, 2)
 
-    batch = told.feed.batch_after(2)
+    batch = batch_after(told.feed, 2)
 
     assert (batch.gap, batch.seq) == (True, 1)
+
+
+async def test_a_batch_is_packed_once_and_a_reader_gets_what_it_lacks(told: Told) -> None:
+    told.insert(1, 2)
+    told.insert(3, 4)
+    (packed,) = told.feed.batches_after(0).batches
+    told.insert(5, 6)
+
+    late = told.feed.batches_after(1)
+
+    assert late.batches == (packed,)
+    assert batch_after(told.feed, 1).events == (stored(chain([3, 4]), None, [3, 4]),)
+    assert batch_after(told.feed, 2).events == (stored(chain([5, 6]), None, [5, 6]),)
+
+
+def events_of(packed: PackedEvents) -> list[Any]:
+    return [event for batch in packed.unpack() for event in batch.events]
 
 
 async def test_a_reader_waits_until_something_happens(told: Told) -> None:
@@ -341,7 +362,7 @@ async def test_a_reader_waits_until_something_happens(told: Told) -> None:
     told.insert(1, 2)
     told.insert(3, 4)  # in the same step of the loop: in the same batch
 
-    assert [len((await reader).events) for reader in readers] == [2, 2]
+    assert [len(events_of(await reader)) for reader in readers] == [2, 2]
 
 
 async def test_a_reader_who_gives_up_does_not_disturb_the_others(told: Told) -> None:
@@ -353,8 +374,8 @@ async def test_a_reader_who_gives_up_does_not_disturb_the_others(told: Told) -> 
 
     told.insert(1, 2)
 
-    assert (impatient.events, impatient.gap) == ((), False)
-    assert len((await patient).events) == 1
+    assert impatient.batches == ()
+    assert len(events_of(await patient)) == 1
 
 
 async def test_nobody_waits_at_a_closed_feed(told: Told) -> None:
@@ -363,8 +384,8 @@ async def test_nobody_waits_at_a_closed_feed(told: Told) -> None:
 
     told.feed.close()
 
-    assert (await waiting).events == ()
-    assert (await told.feed.next_batch(0, 60)).events == ()
+    assert (await waiting).batches == ()
+    assert (await told.feed.next_batch(0, 60)).batches == ()
 
 
 # ---------------------------------------------------------------- the messages
