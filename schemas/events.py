@@ -1,14 +1,14 @@
 """Events: a cache publishes the pages that it stores and removes. Full ones name blocks, slim ones pages at strides.
 
-Full events are vLLM's: a block is a page, and names, order and meaning of the fields are those of vLLM's events, so
-that routers which read vLLM's can read them: `event.model_dump()` is the map that vLLM sends. Hashes are the first 64
+Full events are vLLM's: a block is a page, and the fields have the names, the order and the meaning of vLLM's, so that
+routers which read vLLM's events can read them: `event.model_dump()` is the map that vLLM sends. Hashes are the first 64
 bits, signed, of the chained SHA-256 of the page, as `hash_to_int64` gives them. Every event belongs to one namespace;
 hashes of different namespaces differ. Events are about full-attention KV: a block stays stored when its window KV or
 its state is evicted.
 
 Slim events are for routers: hashes without token ids, pending pages, and the cache's load. A page stands for all tokens
 up to its end, and only pages that end at a multiple of `stride_tokens` are named. A batch is flat: the kinds of its
-events, the number of pages of each, and the hashes of these pages, one after the other.
+events, the number of pages of each, and the hashes of all these pages, one after the other.
 
 Both travel as flat batches, packed once for all readers. With full events strides are pages, and `Blocks` are added.
 """
@@ -104,7 +104,7 @@ class BlockStored(PydanticMessage):
     """Consecutive blocks of one namespace were stored, `block_size` tokens each."""
 
     block_hashes: BlockHashes
-    parent_block_hash: int | None = Field(description="of the block before the first of these; None: none is before it")
+    parent_block_hash: int | None = Field(description="of the block before the first one; None: none is before it")
     token_ids: TokenIds = Field(description="one per token; where keys are pairs of tokens, the first of each pair")
     block_size: int = Field(gt=0, description="tokens of a block")
     medium: str = Field(description='where the KV is: "GPU" or "CPU"')
@@ -165,13 +165,13 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class KVEventBatch(PydanticMessage):
     """Events in order, without a hole between them.
 
-    They are numbered through an epoch, from 1: this batch's are those in (seq - len(events), seq], and its
+    They are numbered through an epoch, from 1: this batch has the numbers in (seq - len(events), seq], and its
     predecessor's `seq` is `seq - len(events)`. After a `gap` that does not hold: events up to `seq` are lost, and
     only `event_snapshot()` lists the stored blocks.
     """
 
     epoch: str = Field(description="this life of the cache; the next one counts from 1 again, with nothing cached")
-    seq: int = Field(ge=0, description="the number of the last of these events: continue after it")
+    seq: int = Field(ge=0, description="the number of the last event: continue after it")
     events: tuple[KVEvent, ...]
     gap: bool = Field(default=False, description="events were dropped before they were read: take a snapshot")
 
@@ -216,19 +216,19 @@ class CacheLoad(Answer):
 
 @dataclass(frozen=True, slots=True)
 class SlimEventBatch(Answer):
-    """Events in order, without a hole between them; numbered as those of `KVEventBatch` are.
+    """Events in order, without a hole between them; numbered as the events of `KVEventBatch`.
 
-    This batch's are those in (seq - len(kinds), seq]. A reader that has the first of them already skips these. After a
-    `gap` events up to `seq` are lost, and only `event_snapshot()` lists the pages.
+    This batch has the numbers in (seq - len(kinds), seq]. A reader that has the first events already skips them. After
+    a `gap` events up to `seq` are lost, and only `event_snapshot()` lists the pages.
 
     Attributes:
         epoch: this life of the cache.
-        seq: the number of the last of these events.
+        seq: the number of the last event.
         stride_tokens: the tokens of a stride.
         kinds: one byte an event, its place in `SLIM_EVENT_KINDS`.
         counts: int32, little-endian: the number of pages of each event.
         hashes: int64, little-endian: of the pages, event after event.
-        load: of the cache after these events.
+        load: of the cache after the last event.
         gap: events were dropped before they were read: take a snapshot.
     """
 
@@ -307,7 +307,7 @@ class Blocks(NamedTuple):
     """The part of full events that slim ones lack.
 
     Attributes:
-        medium: where the KV of all these events is: "GPU" or "CPU".
+        medium: where the KV of all events is: "GPU" or "CPU".
         parents: for each event `PagesStored` the hash of the page before its first one; None: none is before it.
         token_ids: for each the ids of all its pages, as in `TokenIds.data`.
         namespaces: for each its namespace.

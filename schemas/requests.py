@@ -32,7 +32,7 @@ OfferSeconds = Annotated[float | None, Field(gt=0, allow_inf_nan=False)]
 MAX_OWNER = 256  # characters
 MAX_BOUND = 256  # `lora_id`s that a client lists when it opens another session
 MAX_PRIORITY = 2**31  # the first that is too high; the lowest is its negative
-MAX_REQUESTS = 1024  # of a batch: the cache's loop serves no other client meanwhile
+MAX_REQUESTS = 1024  # the requests of a batch: the cache's loop serves no other client meanwhile
 
 
 def _encodable(name: str) -> str:
@@ -118,13 +118,13 @@ class LockRequest(PydanticMessage):
 
 @dataclass(frozen=True, slots=True)
 class AcquireRequest(Message):
-    """Match, lock, and allocate slots for the rest of `tokens` and `new_tokens` more, in one step.
+    """Match, lock, and allocate slots for the uncached `tokens` and `new_tokens` more, in one step.
 
     Attributes:
         lease_id: the client's name for the lease, so that a retry is harmless.
         tokens: at least one id.
         namespace: framed by `frame_namespace`; None: the default namespace.
-        new_tokens: slots beyond those for `tokens`.
+        new_tokens: more slots than `tokens` needs.
         max_prefix_len: match at most so many tokens; None: all.
         priority: under the policy "priority", KV used by higher ones stays longer.
         timeout_s: seconds to wait for room; None: as configured.
@@ -173,7 +173,7 @@ class AcquireRequest(Message):
             apply_rule(self, "resumed")
             apply_rule(self, "boundary_state")
 
-    __post_init__ = check  # type: ignore[misc]  # so that no message is without it
+    __post_init__ = check  # type: ignore[misc]  # every message is checked
 
 
 class WaitRequest(PydanticMessage):
@@ -191,9 +191,9 @@ class InsertRequest(Message):
     Attributes:
         lease_id: the lease.
         num_tokens: at least 1.
-        suffix: only the ids that the cache has not seen: those after the `num_tokens - len(suffix)` it knows.
+        suffix: the ids that the cache has not seen: it knows the first `num_tokens - len(suffix)`.
         release: end the lease in the same step.
-        publish_state: publish the lease's state as the one after these tokens.
+        publish_state: publish the lease's state as the one after `num_tokens` tokens.
         known_len: tokens that the client knows to be published already.
         boundary_len: publish the state in the lease's boundary slot as the one after so many tokens; None: do not.
     """
@@ -227,7 +227,7 @@ class InsertRequest(Message):
         if self.boundary_len is not None:
             apply_rule(self, "boundary_len")
 
-    __post_init__ = check  # type: ignore[misc]  # so that no message is without it
+    __post_init__ = check  # type: ignore[misc]  # every message is checked
 
 
 class ExtendRequest(PydanticMessage):
@@ -381,7 +381,7 @@ class Batch(Message):
             detail = InitErrorDetails(type="value_error", input=self, ctx={"error": error})
             raise ValidationError.from_exception_data("Batch", [detail], hide_input=True)
 
-    __post_init__ = check  # type: ignore[misc]  # so that no message is without it
+    __post_init__ = check  # type: ignore[misc]  # every message is checked
 
 
 class ReadKV(PydanticMessage):

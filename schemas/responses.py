@@ -82,7 +82,7 @@ class ExtendResponse(PydanticAnswer):
     """More private slots."""
 
     num_slots: int = Field(description="slots the lease now covers")
-    page_starts: bytes = Field(repr=False, description="int32: first slots of the runs after those the client knew")
+    page_starts: bytes = Field(repr=False, description="int32: first slots of the runs that the client did not know")
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 

@@ -9,7 +9,7 @@ _EVERY_S = 60.0
 
 
 class BoundedLog:
-    """Logs at most one warning a minute. The next one has the number of those that were left out."""
+    """Logs at most one warning a minute. The next one has the number of warnings that were left out."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -31,7 +31,7 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.25  # after an error
+_RETRY_S = 0.25  # the pause after an error
 
 
 class VllmEventExporter:
@@ -43,7 +43,7 @@ class VllmEventExporter:
     It reads the events through a client of its own, and the cache does not wait for it. The first batch is
     `AllBlocksCleared` with the first blocks of a snapshot. The same follows after events were lost, and after the cache
     has restarted. While the cache does not answer, and after `close`, subscribers have got an `AllBlocksCleared`. So
-    the blocks of a subscriber that missed no batch are those of the cache, late by the way of the events.
+    the blocks of a subscriber that missed no batch are the cache's blocks, late by the way of the events.
 
     A subscriber that missed batches asks the replay socket for them. If they are not kept any more, the exporter
     publishes a snapshot for all. Without a replay socket it does so when subscribers come. An idle exporter sends an
@@ -104,9 +104,10 @@ class VllmEventExporter:
         self._heartbeat_s = heartbeat_s
         self._publisher: ZmqPublisher | None = None
         self._lock = asyncio.Lock()  # held while a snapshot or a batch is published
-        self._epoch = ""  # of the events that were published last
-        self._seq = 0  # of the last of them
-        self._trouble = ""  # why no events are published
+        # The epoch of the events that were published last, and the number of the last one.
+        self._epoch = ""
+        self._seq = 0
+        self._trouble = ""  # the reason why no events are published
         self._sent_at = 0.0  # loop time of the last batch
         self._beating: asyncio.Task[None] | None = None
 

@@ -22,7 +22,7 @@ from raydix.schemas.namespace import frame_namespace, unframe_namespace
 
 MAX_BATCH_EVENTS = 1_000
 MAX_BATCH_TOKENS = 2**16  # 20 ms of encoding
-MAX_PAYLOAD_BYTES = 2**15  # of an encoded batch, unless one block is larger
+MAX_PAYLOAD_BYTES = 2**15  # the size of an encoded batch, unless one block is larger
 _UNSIGNED = 2**64 - 1
 _DYNAMO_SALT = "dynamo-cache-salt:"  # Dynamo's engines put it before a salt, and its indexer takes it away
 
@@ -64,11 +64,16 @@ class VllmEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
 
 
 class VllmNamespace(NamedTuple):
-    """A namespace in the fields that vLLM's format has for it."""
+    """A namespace in the fields that vLLM's format has for it.
+
+    Attributes:
+        first_keys: the extra keys of the first block of a sequence.
+        later_keys: the extra keys of later blocks.
+    """
 
     lora_name: str | None
-    first_keys: tuple[str, ...] | None  # of the first block of a sequence
-    later_keys: tuple[str, ...] | None  # of the others
+    first_keys: tuple[str, ...] | None
+    later_keys: tuple[str, ...] | None
     cache_salt: str | None
 
 
@@ -77,7 +82,7 @@ class VllmEncoder:
 
     Args:
         data_parallel_rank: in each batch.
-        medium: in each event; None: that of the cache's events.
+        medium: in each event; None: the cache's events say it.
     """
 
     def __init__(self, data_parallel_rank: int, medium: str | None) -> None:
@@ -86,8 +91,8 @@ class VllmEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, events: Iterable[KVEvent]) -> list[bytes]:
-        """Return batches of these events, in their order, with the present time: one, or several small ones."""
-        return self._encode(time.time(), [self._converted(each) for each in events])
+        """Return batches of events, in their order, with the present time: one, or several small ones."""
+        return self._encode(time.time(), [self._converted(event) for event in events])
 
     def _encode(self, now_s: float, events: list[VllmEvent]) -> list[bytes]:
         payload = self._encoder.encode(VllmEventBatch(now_s, events, self._rank))

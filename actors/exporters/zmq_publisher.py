@@ -21,13 +21,13 @@ from raydix.schemas.shown import brief
 logger = logging.getLogger(__name__)
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-_LINGER_MS = 1_000  # after the close, for the last payloads
-_TERM_S = 2.0  # after that second, for the threads of ZMQ to end
-_FRAMES_A_TURN = 100  # of a replay, before other tasks get their turn
+_LINGER_MS = 1_000  # the last payloads leave so long after the close
+_TERM_S = 2.0  # then the threads of ZMQ have this time to end
+_FRAMES_A_TURN = 100  # a replay sends so many before other tasks get their turn
 _MAX_WAITING_BYTES = 256 * 2**20  # payloads that wait for one subscriber
-_GATHER_S = 0.02  # for subscribers that come together
-_STUCK_S = 5.0  # without a read of its subscriber, until a replay ends
-_ROOM_S = 0.01  # between looks for room in the queue of a replay
+_GATHER_S = 0.02  # subscribers that come so close together get one snapshot
+_STUCK_S = 5.0  # a replay ends if its subscriber reads nothing for so long
+_ROOM_S = 0.01  # the time between two looks for room in the queue of a replay
 _MAX_PORT = 65_535
 
 
@@ -83,8 +83,8 @@ class ZmqPublisher:
         self._base = self.next_number  # the last payload that needs none before it
         self._on_demand = on_demand
         self._demanding = asyncio.Lock()
-        self._asked: dict[bytes, int] = {}  # by the subscriber, the first number of its next replay
-        self._replays: dict[bytes, asyncio.Task[None]] = {}  # that run, by the subscriber
+        self._asked: dict[bytes, int] = {}  # subscriber -> first number of its next replay
+        self._replays: dict[bytes, asyncio.Task[None]] = {}  # subscriber -> running replay
         self._slow = BoundedLog(logger)
         self._refused = BoundedLog(logger)
         self._context = zmq.asyncio.Context()
@@ -188,7 +188,7 @@ class ZmqPublisher:
                 await self._replay(subscriber, first)
         except TimeoutError:
             self._slow.warn("a subscriber at %s does not read its replay, which ends", self.replay_endpoint)
-        except zmq.ZMQError as error:  # it has left
+        except zmq.ZMQError as error:  # the subscriber has left
             logger.debug("a replay ended: %s", error)
         finally:
             self._asked.pop(subscriber, None)

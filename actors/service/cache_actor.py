@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MEMORY_TIMEOUT_S = 20.0  # until the memory of this actor's last life is free
+# The memory of this actor's last life may be freed so late.
+_MEMORY_TIMEOUT_S = 20.0
 _MEMORY_POLL_S = 0.25
-_FAREWELL_S = 0.5  # for the answer to a shutdown to leave
+_FAREWELL_S = 0.5  # the answer to a shutdown leaves meanwhile
 _BUNDLE = re.compile(r"bundle_group_(?P<bundle>\d+)_(?P<group>\w+)")  # Ray's name of a resource of a bundle
 
 
@@ -65,7 +66,8 @@ class PrefixCacheActor:
     """
 
     def __init__(self, config: CacheConfig) -> None:
-        # A process that gets this actor's handle imports this module, and needs none of these: torch takes a second.
+        # A process that gets this actor's handle imports this module. It needs none of these imports: torch takes a
+        # second.
         import torch
 
         from raydix.actors.observe.node_memory import available_memory, total_memory
@@ -140,7 +142,8 @@ class PrefixCacheActor:
             check_watchable(owner)
         address = await self._socket_server.address()
         response = self._host.service.open_session(request)
-        self._start_metrics()  # after a restart no caller asks for the digest
+        # Metrics start with the first session, too: no caller asks for the digest after a restart.
+        self._start_metrics()
         if owner is not None:
             self._watch.watch(owner, request.session_id)
         return response.model_copy(update={"socket_address": address})
@@ -159,7 +162,7 @@ class PrefixCacheActor:
 
     @ray.method(enable_task_events=False)
     async def execute(self, *parts: bytes) -> bytes:
-        """Execute a packed batch of requests in order, once those before it have been; a packed `BatchResponse`."""
+        """Execute a packed batch after the session's earlier ones, and return a packed `BatchResponse`."""
         return await self._host.service.execute_packed(*parts)
 
     async def wait(self, request: WaitRequest) -> Message:
@@ -248,8 +251,8 @@ def _make_host(config: CacheConfig, device: torch.device, node_id: str, restarts
 
 def _own_bundle(group: PlacementGroup) -> int:
     """Return the index of this actor's bundle: Ray names it in the actor's resources."""
-    taken = (_BUNDLE.fullmatch(each) for each in ray.get_runtime_context().worker.core_worker.resource_ids())
-    return next((int(each["bundle"]) for each in taken if each and each["group"] == group.id.hex()), 0)
+    taken = (_BUNDLE.fullmatch(name) for name in ray.get_runtime_context().worker.core_worker.resource_ids())
+    return next((int(part["bundle"]) for part in taken if part and part["group"] == group.id.hex()), 0)
 
 
 def _own_name() -> str:

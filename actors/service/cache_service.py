@@ -22,7 +22,7 @@ How a request runs: one `acquire` of a cached prompt over the Unix socket, from 
     core    cache_core/tree/radix_key.py            the token ids as the tree's key, without a copy
             cache_core/leases/leased_cache.py       `acquire`: checks the arguments, counts the hit
             cache_core/leases/lease_table.py        returns the open lease if the request is a retry
-            cache_core/leases/kv_cache.py           matches, locks and allocates the rest in one step
+            cache_core/leases/kv_cache.py           matches, locks and allocates the other slots in one step
             cache_core/leases/lease_allocator.py    checks that so many slots can ever fit
             cache_core/radix/prefix_cache.py        `match_pages`, then `inc_lock_ref` on the node
             cache_core/radix/lookup.py              the longest cached prefix
@@ -87,8 +87,8 @@ from raydix.schemas.message import Malformed
 _DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
-_NUM_OWNERS = 32  # in the statistics
-_TURN_TIMEOUT_S = 5.0  # that a batch waits for the one before it
+_NUM_OWNERS = 32  # owners that the statistics name
+_TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
 
 class CacheService:
@@ -300,7 +300,8 @@ class CacheService:
             session.batch_order.pop(batch.after, None)
             session = self.session(batch.session_id, batch.epoch)  # it may have ended meanwhile
         try:
-            if 0 < batch.seq < session.executed_seq:  # 0: in no order
+            # A batch with number 0 has no place in the order.
+            if 0 < batch.seq < session.executed_seq:
                 return self._execute_overtaken(session, batch.requests)
             return self._execute(session, batch.requests, arrived_at)
         finally:
@@ -395,7 +396,7 @@ class CacheService:
         return CacheLoad(self.wait_queue.num_tokens(), leased, unpublished, self.core.private_slots)
 
     async def next_events(self, request: NextEvents) -> PackedEvents:
-        """Return the events after those that a client has seen, or none after its timeout.
+        """Return the events that a client has not seen, or none after its timeout.
 
         Raises:
             InvalidRequest: this cache publishes no events.

@@ -9,7 +9,7 @@ from typing import Any
 from raydix.schemas import CacheConfig
 from raydix.schemas.shown import brief, counted
 
-_MOST_FIELDS = 8  # named in one message
+_MOST_FIELDS = 8  # fields that one message names
 
 
 def config_difference(running: CacheConfig, wanted: CacheConfig) -> str:

@@ -79,7 +79,7 @@ def _build_tree(
         state = PoolGauge(marks, states.num_slots, states.available_size, lambda num: core.evict_states(num), "states")
         gauges.append(state)
         state_floor = state.pressure_floor
-    tenants = (Tenant(each.name, each.namespace, each.floor_slots, each.cap_slots) for each in config.tenants)
+    tenants = (Tenant(tenant.name, tenant.namespace, tenant.floor_slots, tenant.cap_slots) for tenant in config.tenants)
     core = KVCache(
         tree,
         allocator,

@@ -26,7 +26,7 @@ _STORED, _REMOVED, _CLEARED, _PENDING, _NOT_PENDING, _LOAD_CHANGED = (
 _NO_PAGES = np.empty(0, np.int64)
 
 
-_Event = tuple[bytes, Hashes, PageRun | None]  # the kind, the pages, and where they are stored their run
+_Event = tuple[bytes, Hashes, PageRun | None]  # kind, pages, and of `PagesStored` the run
 
 
 class _Batch(NamedTuple):

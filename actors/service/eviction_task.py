@@ -13,7 +13,7 @@ from raydix.schemas import EvictionConfig, EvictionTaskStats
 logger = logging.getLogger(__name__)
 
 _MIN_STEP, _MAX_STEP = 64, 16_384  # tokens evicted between two looks at the clock
-_BACKOFF_S = 0.1  # after a round that failed
+_BACKOFF_S = 0.1  # the pause after a round that failed
 
 
 class PoolGauge:
@@ -113,7 +113,7 @@ class EvictionTask:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="raydix-eviction")
 
     def wake(self) -> None:
-        """Evict soon: slots run short, or namespaces were retired. For those it runs even if switched off."""
+        """Evict soon: slots run short, or namespaces were retired. Retired slots are freed even if the task is off."""
         self._wake.set()
         if not self.enabled:
             self._start()

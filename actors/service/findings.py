@@ -7,7 +7,7 @@ from typing import NamedTuple
 from raydix.schemas.shown import byte_size, counted
 
 OUT_OF_MEMORY = "killed by Ray's memory monitor"  # a cause of restarts
-_LEAST_LEFT = 0.1  # of the node's memory, with a full pool
+_LEAST_LEFT = 0.1  # the part of the node's memory that a full pool must leave
 _REMEDY = (
     "give the pool fewer slots, run fewer engines and other processes on this node, or raise the limit of Ray's "
     "monitor (RAY_memory_usage_threshold)"
@@ -15,11 +15,17 @@ _REMEDY = (
 
 
 class Restarts(NamedTuple):
-    """How often Ray restarted a cache, and why."""
+    """How often Ray restarted a cache, and why.
+
+    Attributes:
+        times: restarts.
+        last_cause: one line; empty: there was no restart.
+        causes: pairs of a cause without its details and its number of restarts, the most frequent first.
+    """
 
     times: int = 0
-    last_cause: str = ""  # in one line
-    causes: tuple[tuple[str, int], ...] = ()  # without details, and how often; the most frequent first
+    last_cause: str = ""
+    causes: tuple[tuple[str, int], ...] = ()
 
 
 NEVER_RESTARTED = Restarts()
@@ -32,7 +38,7 @@ def findings(memory_left: int, memory_total: int, restarts: Restarts) -> tuple[s
         memory_left: bytes that are free once the pool is full.
         memory_total: bytes of the node, or of its container.
     """
-    return tuple(each for each in (memory_finding(memory_left, memory_total), restarts_finding(restarts)) if each)
+    return tuple(text for text in (memory_finding(memory_left, memory_total), restarts_finding(restarts)) if text)
 
 
 def memory_finding(left: int, total: int) -> str:

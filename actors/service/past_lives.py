@@ -27,7 +27,7 @@ _MAX_LEN = 300  # characters of a cause
 _UNKNOWN = "cause unknown: Ray has no record of it"
 _KILLED = "killed or crashed: by a signal, by the kernel for want of memory (see dmesg), or by a fault of its own"
 LOST_GROUP = "cannot run again: its placement group was removed. End it (raydix stop NAME), and start another"
-_EXITS = {  # by Ray's name of the kind of exit; its detail follows
+_EXITS = {  # Ray's name of the kind of exit -> cause; Ray's detail follows
     "NODE_OUT_OF_MEMORY": OUT_OF_MEMORY,
     "INTENDED_SYSTEM_EXIT": "ended by Ray",
     "INTENDED_USER_EXIT": "ended itself",
@@ -73,7 +73,7 @@ def has_lost_its_group(actor: ActorHandle[Any]) -> bool:
             return False
         group = PlacementGroup(ray.PlacementGroupID(record.placement_group_id))
         return bool(cast(Any, placement_group_table)(group).get("state") == "REMOVED")
-    except Exception:  # as in `_read_restarts`
+    except Exception:  # another version of Ray may keep other tables
         logger.debug("Ray does not say where an actor is placed", exc_info=True)
         return False
 
@@ -100,7 +100,7 @@ def _restarts(actor_id: str, wait_s: float) -> Restarts:
     while (last := _cause_of(lives[-1]) if lives else _UNKNOWN) == _UNKNOWN and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     causes = [*map(_cause_of, lives[:-1]), last] + [_UNKNOWN] * (times - max(1, len(lives)))
-    kinds = Counter(kind_of(each) for each in causes)
+    kinds = Counter(kind_of(cause) for cause in causes)
     return Restarts(times, last, tuple(kinds.most_common()))
 
 
@@ -112,7 +112,7 @@ def _cause_of(life: Any) -> str:
     worker = cast(Any, gcs_pb2).WorkerTableData.FromString(known) if known is not None else None
     if worker is not None and not worker.is_alive:
         return cause_of_exit(cast(Any, common_pb2).WorkerExitType.Name(worker.exit_type), worker.exit_detail)
-    node = next((each for each in cast(Any, ray.nodes)() if each["NodeID"] == life.node_id.hex()), None)
+    node = next((row for row in cast(Any, ray.nodes)() if row["NodeID"] == life.node_id.hex()), None)
     if node is not None and not node["Alive"]:
         return cause_of_node_death(node)
     return _UNKNOWN

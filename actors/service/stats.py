@@ -56,25 +56,25 @@ def tree_response(outline: Outline, unused_s: Callable[[int], float | None]) -> 
     Args:
         unused_s: returns the seconds since a tick of the cache's clock, if it has one.
     """
-    places = {each: place for place, each in enumerate(outline.nodes)}
+    places = {node: place for place, node in enumerate(outline.nodes)}
     branches = []
-    for each in outline.nodes:
-        extra_key, lora_id, cache_salt = unframe_namespace(each.extra_key) if each.extra_key else (None, None, None)
+    for node in outline.nodes:
+        extra_key, lora_id, cache_salt = unframe_namespace(node.extra_key) if node.extra_key else (None, None, None)
         branch = TreeBranch(
-            parent=None if each.parent is None else places[each.parent],
+            parent=None if node.parent is None else places[node.parent],
             extra_key=extra_key,
             lora_id=lora_id,
             cache_salt=cache_salt,
-            tokens=tuple(each.tokens),
-            num_tokens=each.own_tokens,
-            num_tokens_below=each.tokens_below,
-            num_nodes=each.num_nodes,
-            num_children=each.num_children,
-            is_whole=each.is_whole,
-            num_locks=each.num_locks,
-            num_hits=each.hits,
-            age=max(0, outline.now - each.last_used),
-            unused_s=unused_s(each.last_used),
+            tokens=tuple(node.tokens),
+            num_tokens=node.own_tokens,
+            num_tokens_below=node.tokens_below,
+            num_nodes=node.num_nodes,
+            num_children=node.num_children,
+            is_whole=node.is_whole,
+            num_locks=node.num_locks,
+            num_hits=node.hits,
+            age=max(0, outline.now - node.last_used),
+            unused_s=unused_s(node.last_used),
         )
         branches.append(branch)
     return TreeResponse(branches=tuple(branches), num_namespaces=outline.num_namespaces)

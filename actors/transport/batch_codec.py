@@ -36,10 +36,10 @@ def pack(message: Message | CacheError) -> bytes:
     """Return a message, or the error in place of an answer, as bytes."""
     packed: Any = message
     if isinstance(message, Batch) and type(message.requests) is tuple:
-        rows = [_row_of_request(each) for each in message.requests]
+        rows = [_row_of_request(request) for request in message.requests]
         packed = _BATCH, message.session_id, message.epoch, rows, message.seq, message.after
     elif isinstance(message, BatchResponse):
-        packed = _ANSWERS, message.epoch, [_row_of_answer(each) for each in message.responses]
+        packed = _ANSWERS, message.epoch, [_row_of_answer(response) for response in message.responses]
     return pickle.dumps(packed, _PROTOCOL)
 
 
@@ -79,7 +79,7 @@ def _unpacked(kind: Any, *fields: Any) -> Message:
         return malformed(Batch, error)
 
 
-# those that follow the tokens, or the suffix
+# The fields behind the tokens, or behind the suffix.
 _acquire_fields = attrgetter(*AcquireRequest.field_names()[2:])
 _insert_fields = attrgetter(*InsertRequest.field_names()[3:])
 

@@ -1,10 +1,10 @@
 """Requests to a cache actor, in batches.
 
-A Ray call costs a hundred times what the cache does for it, so a client's requests travel together: those of one tick
-of its loop, and those that gather while others are on their way. At most two batches are in flight, one travelling
-while the other is executed: that pushes back on its own. They are numbered, because async actors start calls in any
-order. If client and cache share a machine, all batches of a session go through a `UnixSocketClient` instead, and the
-session ends if its connection breaks.
+A Ray call costs a hundred times what the cache does for it, so a client's requests travel together: the requests of one
+tick of its loop, and later ones that gather while others are on their way. At most two batches are in flight, one
+travelling while the other is executed: that pushes back on its own. They are numbered, because async actors start calls
+in any order. If client and cache share a machine, all batches of a session go through a `UnixSocketClient` instead, and
+the session ends if its connection breaks.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2  # batches
 MAX_BATCH_REQUESTS = 512  # half of the most that a cache takes, so that it serves others between
-MAX_BATCH_BYTES = 2**20  # of token ids; with the request that exceeds it a batch is full: more only takes more memory
+# A batch is full with the request that exceeds so many bytes of token ids: more would only take more memory.
+MAX_BATCH_BYTES = 2**20
 MIN_SHARED_REQUESTS = 16  # a shorter queue travels in one batch
 MAX_QUEUED_REQUESTS = 16_384
 _ANSWER_S = 5.0  # a heartbeat is given up after so long
-_CLOSE_S = 30.0  # and so is the end of a session
+_CLOSE_S = 30.0  # the end of a session is given up after so long
 
 T = TypeVar("T")
 Entry = tuple[Message, "asyncio.Future[Message]", OnOutcome | None]
@@ -90,9 +91,9 @@ class RayTransport:
         self._queue: deque[Entry] = deque()
         self._pump_scheduled = False
         self._last_seq = 0
-        self._in_flight: dict[int, list[Entry]] = {}  # by seq
+        self._in_flight: dict[int, list[Entry]] = {}  # seq -> requests of the batch
         self._landed = asyncio.Event()  # set whenever a batch has been answered, or the queue failed
-        self._silence: asyncio.Future[str] | None = None  # for the callers: why the cache is given up
+        self._silence: asyncio.Future[str] | None = None  # its result: the reason why the cache is given up
         self._socket: UnixSocketClient | None = None
         self._asking_why: asyncio.Task[None] | None = None  # the socket broke
 
@@ -243,7 +244,7 @@ class RayTransport:
                 self._socket.ask(seq, packed, on_answer)
             else:
                 raise InvalidRequest(f"a request of {len(packed):,} bytes: at most {MAX_FRAME_BYTES:,} can be sent")
-        except Exception as error:  # in place of an answer
+        except Exception as error:  # the requests fail with it
             loop.call_soon(on_answer, error)
 
     def _land(self, seq: int, answer: Answer) -> None:
@@ -266,11 +267,12 @@ class RayTransport:
         for (_, future, on_outcome), outcome in zip(entries, outcomes, strict=True):
             settle(future, on_outcome, outcome)
         if not self._pump_scheduled:
-            self._schedule_pump(asyncio.get_running_loop())  # after the callers have gone on
+            # The callers go on first: their next requests join the batch.
+            self._schedule_pump(asyncio.get_running_loop())
         self._landed.set()
 
     def _next_entries(self, limit: int) -> list[Entry]:
-        """The next requests in order; those given up before they were sent are dropped."""
+        """Remove the next requests from the queue, in order. Requests that their callers gave up are dropped."""
         entries: list[Entry] = []
         num_bytes = 0
         while self._queue and len(entries) < limit and num_bytes < MAX_BATCH_BYTES:
