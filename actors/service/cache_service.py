@@ -366,13 +366,12 @@ class CacheService:
 
     def _dispatch(self, session_id: str, request: Message) -> Answer:
         """Return the response to one request of a session, or the error that it failed with."""
-        model = type(request)
-        verb = self._verbs.get(model)
+        verb = self._verbs.get(type(request))
         if verb is None:
             is_torn = isinstance(request, Malformed)
-            text = str(request) if is_torn else f"{model.__name__} is not a verb of this cache"
+            text = str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache"
             return self._admission.counted(InvalidRequest(text))
-        if self._draining and model.takes_slots:
+        if self._draining and request.takes_slots:
             return self._admission.counted(CacheUnavailable(_DRAINING))
         try:
             return verb(session_id, request)

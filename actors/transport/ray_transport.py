@@ -280,7 +280,7 @@ class RayTransport:
             request, future, on_outcome = entry
             if on_outcome is not None or not future.cancelled():
                 entries.append(entry)
-                if (field := type(request).token_field) is not None:
+                if (field := request.token_field) is not None:
                     num_bytes += len(getattr(request, field).data)
         return entries
 
