@@ -370,15 +370,15 @@ class CacheService:
         if verb is None:
             is_torn = isinstance(request, Malformed)
             text = str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache"
-            return self._admission.counted(InvalidRequest(text))
+            return self._admission.count_refusal(InvalidRequest(text))
         if self._draining and request.takes_slots:
-            return self._admission.counted(CacheUnavailable(_DRAINING))
+            return self._admission.count_refusal(CacheUnavailable(_DRAINING))
         try:
             return verb(session_id, request)
         except OutOfSlotsError as error:
             return self._admission.refusal(None, error)
         except Exception as error:  # every failure becomes its caller's typed error
-            return self._admission.counted(to_cache_error(error))
+            return self._admission.count_refusal(to_cache_error(error))
 
     async def wait(self, request: WaitRequest) -> Message:
         """Return the outcome of a queued request."""

@@ -187,7 +187,7 @@ class RequestHandlers:
         return response
 
     def _grant(self, session_id: str, request: GrantRequest) -> LeaseResponse:
-        return self._admission.granted(
+        return self._admission.lease_response(
             self._offers.offer(request.lease_id, session_id, request.offer_id, request.timeout_s)
         )
 
@@ -206,7 +206,7 @@ class RequestHandlers:
             self._bindings.check_adoption(session_id, offered)
         lease = self._offers.adopt(request.lease_id, request.granter, session_id, request.offer_id)
         return AdoptResponse(
-            lease=self._admission.granted(lease),
+            lease=self._admission.lease_response(lease),
             tokens=TokenIds(lease.key.data, lease.key.width),
             published_len=self._core.published_len(lease),
         )

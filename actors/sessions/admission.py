@@ -134,9 +134,9 @@ class Admission:
         key = key_of(request.tokens, request.namespace)
         if self._wait_queue.waiting:
             self._wait_queue.serve()  # queued requests come first, if earlier ones of the batch have made room
-        return self.granted(self._core.lock(request.lease_id, session_id, key, request.priority))
+        return self.lease_response(self._core.lock(request.lease_id, session_id, key, request.priority))
 
-    def granted(self, lease: LeaseRecord) -> LeaseResponse:
+    def lease_response(self, lease: LeaseRecord) -> LeaseResponse:
         """Return the response that describes a lease."""
         starts, window = packed(lease.starts), self.packed_window(lease)
         slots = lease.state_slot, lease.boundary_slot
@@ -154,7 +154,7 @@ class Admission:
         limits = request.new_tokens, request.max_prefix_len, request.priority
         flags = request.resumed, request.boundary_state
         lease = self._core.acquire(request.lease_id, session_id, key, *limits, *flags)
-        return self.granted(lease)
+        return self.lease_response(lease)
 
     def _grow(self, session_id: str, request: ExtendRequest) -> ExtendResponse:
         lease = self._core.leases.get(request.lease_id, session_id)
@@ -215,9 +215,9 @@ class Admission:
                 raise
             raise refusal(error) from None
         except ConfigMismatch as error:
-            raise self.counted(error) from None
+            raise self.count_refusal(error) from None
         except CoreError as error:
-            raise self.counted(to_cache_error(error)) from error
+            raise self.count_refusal(to_cache_error(error)) from error
 
     # ---------------------------------------------------------------- refusals
 
@@ -273,7 +273,7 @@ class Admission:
             deadlocked,
         )
 
-    def counted(self, error: CacheError) -> CacheError:
+    def count_refusal(self, error: CacheError) -> CacheError:
         """Count a request that failed, unless `refusal` has counted it, and return its error."""
         if not isinstance(error, PoolExhausted):
             self.refusals[_CAUSES.get(type(error), "internal_error")] += 1
