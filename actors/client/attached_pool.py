@@ -9,11 +9,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from operator import index
 from typing import TYPE_CHECKING
+from weakref import finalize
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raydix.actors.client.pinned_memory import PinnedMemory
 from raydix.actors.transport.pool_memory import open_cuda_pool, open_shared_pool
 from raydix.actors.transport.pool_shapes import OPAQUE, check_layers_alike, layout_of, pool_of, with_layers
 from raydix.actors.transport.process_liveness import ProcessLiveness
@@ -71,6 +73,7 @@ class AttachedPool:
             None if pool is None or handle.liveness_path is None else ProcessLiveness.find(handle.liveness_path)
         )
         self._lost: CacheError | None = None
+        self._pinned: PinnedMemory | None = None
         self.epoch = handle.epoch
         self.layout = layout_of(handle.config)
 
@@ -100,10 +103,36 @@ class AttachedPool:
         return cls(client, handle, pool)
 
     @staticmethod
-    def check_mapped(mapped: object) -> None:
-        """Raise InvalidRequest unless this is a value of `mapped` for `attach_pool`."""
-        if not (mapped is None or isinstance(mapped, bool)):
-            raise InvalidRequest(f"mapped must be True, False or None, not {brief(mapped)}")
+    def check_arguments(mapped: object, pin: object) -> None:
+        """Raise InvalidRequest unless these are values of `mapped` and `pin` for `attach_pool`."""
+        for name, value in (("mapped", mapped), ("pin", pin)):
+            if not (value is None or isinstance(value, bool)):
+                raise InvalidRequest(f"{name} must be True, False or None, not {brief(value)}")
+
+    async def pin(self, wanted: bool | None) -> None:
+        """Register the pool's host memory with CUDA; see `PrefixCacheClient.attach_pool`.
+
+        Raises:
+            CacheUnavailable: it is wanted, and cannot be done.
+        """
+        in_memory = self._pool is not None and self._pool.storage.device.type == "cpu"
+        can = in_memory and torch.cuda.is_available()
+        if wanted and not can:
+            reason = "this process has no GPU" if in_memory else "it is not host memory that is mapped here"
+            raise CacheUnavailable(f"the pool cannot be registered with CUDA (pin=True): {reason}")
+        if self._pool is None or wanted is False or not can or not self._pool.storage.numel():
+            return
+        pinned = self._pinned = PinnedMemory(self._pool.storage)
+        finalize(self, pinned.close).atexit = False
+        if wanted:
+            await asyncio.to_thread(pinned.wait)
+            if pinned.error:
+                raise CacheUnavailable(f"the pool cannot be registered with CUDA (pin=True): {pinned.error}")
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the mapped host memory is registered with CUDA by now."""
+        return self._pinned is not None and self._pinned.is_ready
 
     @property
     def mapped(self) -> bool:
@@ -118,6 +147,8 @@ class AttachedPool:
     def drop(self, error: CacheError) -> None:
         """Release the memory of a cache that has ended; every later use of the pool raises `error`."""
         self._lost, self._pool = error, None
+        if self._pinned is not None:
+            self._pinned.close()
         if self.on_lost is not None:
             self.on_lost()
 

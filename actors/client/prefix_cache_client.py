@@ -508,23 +508,26 @@ class PrefixCacheClient:
 
     # ---------------------------------------------------------------- the pool's tensors
 
-    async def attach_pool(self, mapped: bool | None = None) -> AttachedPool:
+    async def attach_pool(self, mapped: bool | None = None, *, pin: bool | None = None) -> AttachedPool:
         """Return the pool's tensors, for reading and writing the slots of leases.
 
         Args:
             mapped: None maps the memory if this process can reach it, and copies through the cache otherwise; True
                 insists on mapping; False declines it.
+            pin: register mapped host memory with CUDA, for fast copies to and from this process's GPU. None: in the
+                background, if this process has a GPU; True: before this returns; False: do not.
 
         Raises:
-            CacheUnavailable: `mapped=True`, or the pool's layers differ in shape, but this process cannot map it; the
-                message says why.
+            CacheUnavailable: `mapped=True`, or the pool's layers differ in shape, but this process cannot map it; or
+                `pin=True`, but it cannot register the memory. The message says why.
         """
         from raydix.actors.client.attached_pool import AttachedPool
 
-        AttachedPool.check_mapped(mapped)
+        AttachedPool.check_arguments(mapped, pin)
         handle, transport = await self.session.ask_for_pool()
         pool = AttachedPool.attach(self, handle, transport.local_pool(), mapped)
         self.session.writers.pools.add(pool)
+        await pool.pin(pin)
         return pool
 
     # ---------------------------------------------------------------- probes and administration
@@ -813,9 +816,9 @@ class SyncClient:
     check_invariants = _make_plain(PrefixCacheClient.check_invariants)
     event_snapshot = _make_plain(PrefixCacheClient.event_snapshot)
 
-    def attach_pool(self, mapped: bool | None = None) -> SyncPool:
+    def attach_pool(self, mapped: bool | None = None, *, pin: bool | None = None) -> SyncPool:
         """`PrefixCacheClient.attach_pool`."""
-        return SyncPool(self, self.run(self.client.attach_pool(mapped)))
+        return SyncPool(self, self.run(self.client.attach_pool(mapped, pin=pin)))
 
     def events(self, after_seq: int | None = None) -> Iterator[KVEventBatch | SlimEventBatch]:
         """`PrefixCacheClient.events`, as an iterator that waits for each batch."""

@@ -24,6 +24,7 @@ from support.engines.block_layouts import (
     make_pool,
     tokens_first,
 )
+from support.engines.other_device import OnCard, WithCard
 
 from raydix.actors.engines import block_copies
 from raydix.actors.engines.block_copies import STAMP_BYTES, BlockCopies, PoolTarget, WrongPage, find_runs, make_stamps
@@ -37,6 +38,40 @@ def test_random_copies_are_those_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, make: Make, page_size: int
 ) -> None:
     check_random_copies(monkeypatch, make, dtype, page_size, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("page_size", [BLOCK, BLOCK // 4])
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_no_operation_mixes_the_tensors_of_a_card_and_of_host_memory(
+    monkeypatch: pytest.MonkeyPatch, make: Make, page_size: int
+) -> None:
+    monkeypatch.setattr(block_copies, "_STAGING_BYTES", 1000)  # some records
+
+    def on_card(dtype: torch.dtype) -> list[torch.Tensor]:
+        return [layer.as_subclass(OnCard) for layer in make(dtype)]
+
+    with WithCard():
+        check_random_copies(monkeypatch, on_card, torch.bfloat16, page_size, torch.device("cpu"))
+        check_stamped_copies(on_card(torch.bfloat16), page_size)
+        layers = on_card(torch.bfloat16)
+        with pytest.raises(RuntimeError, match="same device"):
+            layers[0][torch.tensor([1])]
+
+
+def check_stamped_copies(layers: list[torch.Tensor], page_size: int) -> None:
+    """Save and load blocks with stamps, where a load of a page with another stamp fails."""
+    copies = BlockCopies(layers, BLOCK, check=True)
+    target = copies.attach(make_pool(copies, page_size), page_size)
+    assert target.staging is not None
+    stamps = make_stamps(np.arange(2 * BLOCK), "", page_size, 0, 2 * BLOCK)
+    pages = np.arange(len(stamps))
+    target.save(np.asarray([1, 2]), pages, stamps)
+
+    target.load(pages, np.asarray([5, 6]), stamps)
+
+    assert as_bytes(layers[0][5].cpu()) == as_bytes(layers[0][1].cpu())
+    with pytest.raises(WrongPage):
+        target.load(pages, np.asarray([5, 6]), stamps[::-1])
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
