@@ -22,15 +22,15 @@ class Route:
         promised_len: tokens that are stored there, or will be once earlier requests are computed; at least prefix_len.
         uncached_tokens: the other tokens of the prompt, which the cache's worker has to compute.
         pending_tokens: tokens that are computed there, or wait for it, without this request.
-        next_best: the names of the other caches that were compared, the cheapest first.
         why: the reason for the choice, as text.
         prompt: the prompt as the router knows it, for another route of the same request.
     """
 
     __slots__ = (
         "_end",
+        "_next_best",
+        "_rank_others",
         "cache",
-        "next_best",
         "pending_tokens",
         "prefix_len",
         "promised_len",
@@ -47,7 +47,7 @@ class Route:
         promised_len: int,
         uncached_tokens: int,
         pending_tokens: int,
-        next_best: tuple[str, ...],
+        rank_others: Callable[[], tuple[str, ...]],
         why: str,
         end: Callable[[bool], None],
         prompt: Any = None,
@@ -55,6 +55,7 @@ class Route:
         """Make a route.
 
         Args:
+            rank_others: returns the names of the other caches that were compared, the cheapest first.
             end: called with whether the prompt was computed, perhaps more than once.
         """
         self.cache = cache
@@ -62,10 +63,18 @@ class Route:
         self.promised_len = promised_len
         self.uncached_tokens = uncached_tokens
         self.pending_tokens = pending_tokens
-        self.next_best = next_best
         self.why = why
         self.prompt = prompt
         self._end = end
+        self._rank_others = rank_others
+        self._next_best: tuple[str, ...] | None = None
+
+    @property
+    def next_best(self) -> tuple[str, ...]:
+        """The names of the other caches that were compared, the cheapest first. They are sorted when first read."""
+        if self._next_best is None:
+            self._next_best = self._rank_others()
+        return self._next_best
 
     def first_token(self) -> None:
         """Note that the prompt is computed: its tokens no longer wait. Idempotent."""

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from support.fleet.running_fleet import PAGE, slim, until
 
 from raydix.actors import Fleet, LocalPrefixCache, PrefixCacheClient, connect_fleet, shutdown_cache, start_cache
-from raydix.actors.fleet.fleet import _Prompt
 from raydix.actors.fleet.route import Route
+from raydix.actors.fleet.route_chooser import Prompt
 from raydix.cache_core import Applied, PageIndex, RadixKey, page_hashes
 from raydix.schemas import SlimEventBatch
 from raydix.schemas.events import SLIM_EVENT_KINDS, pack_batch, unpack_batch
@@ -77,9 +77,9 @@ class LargeFleet:
             assert epoch is not None
             assert fleet.index.apply_snapshot(column, epoch, seq, chains.reshape(-1))
 
-    def prompts(self, count: int, first: Pages) -> list[_Prompt]:
+    def prompts(self, count: int, first: Pages) -> list[Prompt]:
         """Return prompts of 1 to 64 pages, each of `first`, a part of a cached chain, and pages that no cache has."""
-        columns, shape = list(self.chains), self.fleet._shape
+        columns, shape = list(self.chains), self.fleet.members.shape
         assert shape is not None
         found = []
         for _ in range(count):
@@ -87,7 +87,7 @@ class LargeFleet:
             cached = chains[self.rng.integers(len(chains))][: self.rng.integers(CHAIN + 1)]
             num_pages = int(self.rng.integers(1, MAX_PROMPT_PAGES + 1))
             hashes = np.concatenate((first, cached, some_pages(self.rng, num_pages)))[:num_pages].copy()
-            found.append(_Prompt(num_pages * STRIDE + 7, hashes, shape))
+            found.append(Prompt(num_pages * STRIDE + 7, hashes, shape))
         return found
 
     def route_us(self, count: int, first: Pages) -> NDArray[np.float64]:
@@ -96,7 +96,7 @@ class LargeFleet:
         times = []
         for prompt in self.prompts(count + NUM_OPEN, first):
             started = time.thread_time_ns()
-            is_open.append(self.fleet._send(prompt, ()))
+            is_open.append(self.fleet.chooser.send(prompt))
             if len(is_open) > NUM_OPEN:
                 is_open.popleft().cancel()
             times.append(time.thread_time_ns() - started)
@@ -107,7 +107,7 @@ class LargeFleet:
     def batch_ms(self, count: int) -> NDArray[np.float64]:
         """Return the milliseconds of each of so many batches at 50 of the feeds: half its pages come, half go."""
         half = BATCH_PAGES // 2
-        feeds = [(column, member.feeds[0]) for column, member in self.fleet._by_column.items()][:NUM_FEEDS]
+        feeds = [(column, member.feeds[0]) for column, member in self.fleet.members.by_column.items()][:NUM_FEEDS]
         held = {column: self.chains[column].reshape(-1) for column, _ in feeds}
         times = []
         for number in range(count):
@@ -118,7 +118,7 @@ class LargeFleet:
             held[column] = np.concatenate((held[column][half:], new))
             hashes = np.concatenate((new, gone)).tobytes()
             kinds, counts = bytes((STORED, REMOVED)), np.array([half, half], "<i4").tobytes()
-            load = self.fleet._routes.load(column)
+            load = self.fleet.members.routes.load(column)
             packed = pack_batch(SlimEventBatch(epoch, seq + 2, STRIDE, kinds, counts, hashes, load))
             started = time.thread_time_ns()
             applied = feed._apply(column, unpack_batch(packed))

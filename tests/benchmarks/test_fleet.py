@@ -25,7 +25,7 @@ async def test_routes_go_to_the_cache_that_holds_the_prompt() -> None:
     async with large_fleet(20, 20_000) as large:
         for prompt in large.prompts(40, some_pages(large.rng, 0)):
             held = {column: stored for column, stored, _ in large.fleet.index.prefix_runs(prompt.hashes)}
-            route = large.fleet._send(prompt, ())
+            route = large.fleet.chooser.send(prompt)
             assert route.prefix_len == 512 * max(held.values(), default=0)
             route.cancel()
 

@@ -16,8 +16,9 @@ from support.fleet.running_fleet import caught_up, check_index, local_fleet, pro
 from support.more import more
 
 from raydix.actors import Fleet, Lease, LocalPrefixCache, PrefixCacheClient, Route, connect_fleet
-from raydix.actors.fleet import cache_feed
+from raydix.actors.fleet import cache_feed, members
 from raydix.actors.fleet import fleet as fleet_module
+from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.actors.service import event_feed
 from raydix.cache_core import PageIndex
 from raydix.schemas import PoolExhausted, RouteConfig
@@ -141,7 +142,7 @@ async def test_each_index_equals_the_snapshots_long(
 
 
 async def run(seed: int, num_operations: int, monkeypatch: pytest.MonkeyPatch, disturbed: bool) -> None:
-    monkeypatch.setattr(fleet_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(members, "_LOOK_S", 0.01)
     monkeypatch.setattr(cache_feed, "_RETRY_S", 0.01)
     monkeypatch.setattr(event_feed, "MAX_SLIM_BYTES", 2_000)  # so that some readers meet gaps
     random = Random(seed)
@@ -213,7 +214,7 @@ def keep_the_pages_of_a_cache_that_is_gone(patch: pytest.MonkeyPatch) -> None:
 
 def forget_that_a_lease_has_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fleet_module, "_note_lease", lambda *_: None)
-    patch.setattr(fleet_module.OpenRoutes, "expire", lambda _: None)
+    patch.setattr(OpenRoutes, "expire", lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 from support.fleet.running_fleet import STRIDE, caught_up, local_fleet, prompt, publish, slim, until
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, connect_fleet
-from raydix.actors.fleet import cache_feed
-from raydix.actors.fleet import fleet as fleet_module
+from raydix.actors.fleet import cache_feed, members
 from raydix.schemas import CacheConfig, CacheUnavailable, ModelFingerprint, PoolConfig
 
 BASE, OTHER = (ModelFingerprint(fields={"model": name}, weights="1") for name in ("base", "other"))
@@ -18,8 +17,8 @@ BASE, OTHER = (ModelFingerprint(fields={"model": name}, weights="1") for name in
 @pytest.fixture(autouse=True)
 def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have routers look for caches and at left-out ones more often."""
-    monkeypatch.setattr(fleet_module, "_LOOK_S", 0.05)
-    monkeypatch.setattr(fleet_module, "_REFRESH_S", 0.1)
+    monkeypatch.setattr(members, "_LOOK_S", 0.05)
+    monkeypatch.setattr(members, "_REFRESH_S", 0.1)
     monkeypatch.setattr(cache_feed, "_RECHECK_S", 0.1)
 
 

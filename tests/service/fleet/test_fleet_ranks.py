@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.fleet.running_fleet import STRIDE, caught_up, local_fleet, prompt, publish, slim, until
 
-from raydix.actors import Fleet, LocalPrefixCache, acquire_ranks
-from raydix.actors.fleet import fleet as fleet_module
+from raydix.actors import Fleet, LocalPrefixCache, acquire_ranks, connect_fleet
+from raydix.actors.fleet import members
 from raydix.actors.serve.replica_pairs import ReplicaPairs, ReplicaPlace
 from raydix.schemas import CacheUnavailable, InvalidRequest
 
@@ -18,12 +18,12 @@ ENGINES = ("e-tp0", "e-tp1", "f-tp0", "f-tp1")
 @pytest.fixture(autouse=True)
 def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have routers look for caches more often."""
-    monkeypatch.setattr(fleet_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(members, "_LOOK_S", 0.05)
 
 
 async def index_has(fleet: Fleet, caches: dict[str, LocalPrefixCache], *names: str) -> None:
     """Wait until a router has the events of these ranks."""
-    feeds = fleet._feeds
+    feeds = fleet.members.feeds
     for name in names:
         column = feeds[name].column
         assert column is not None
@@ -61,7 +61,9 @@ async def test_a_route_is_promised_and_ends_at_every_rank() -> None:
         route.cancel()
 
         assert all(
-            fleet.index.pages(feed.column)[2] == set() for feed in fleet._feeds.values() if feed.column is not None
+            fleet.index.pages(feed.column)[2] == set()
+            for feed in fleet.members.feeds.values()
+            if feed.column is not None
         )
         assert all(each.pending_tokens == each.open_routes == 0 for each in fleet.stats().caches)
         assert (await fleet.route(prompt(1, 4), among=[route.cache])).promised_len == 0
@@ -148,11 +150,11 @@ async def test_wrong_names_of_caches(name: Any) -> None:
     cache = LocalPrefixCache(slim())
     try:
         with pytest.raises(InvalidRequest, match="caches\\["):
-            await fleet_module.connect_fleet({name: cache}, timeout_s=5)
+            await connect_fleet({name: cache}, timeout_s=5)
         good = {"g": cache}
-        async with await fleet_module.connect_fleet(good, timeout_s=5) as fleet:
+        async with await connect_fleet(good, timeout_s=5) as fleet:
             good[name] = cache
-            await until(lambda: fleet._fault != "")
+            await until(lambda: fleet.members.fault != "")
             assert (await fleet.route(prompt(1, 1))).cache == "g"
     finally:
         await cache.close()

@@ -10,7 +10,7 @@ import torch
 from support.fleet.running_fleet import STRIDE, caught_up, local_fleet, prompt, publish, slim, until
 
 from raydix.actors import connect_fleet
-from raydix.actors.fleet import fleet as fleet_module
+from raydix.actors.fleet import members
 from raydix.schemas import CacheUnavailable, InvalidRequest, PoolConfig, PoolExhausted, RouteConfig
 
 THREE = {"a": slim(), "b": slim(), "c": slim()}
@@ -26,6 +26,7 @@ async def test_a_route_leads_to_the_longest_prefix() -> None:
 
         assert (route.cache, route.prefix_len, route.promised_len) == ("b", 4 * STRIDE, 4 * STRIDE)
         assert (route.uncached_tokens, route.pending_tokens) == (STRIDE + 7, 0)
+        assert route.next_best == ("c", "a")
         assert "3 * 39 uncached" in route.why
         assert fleet.client(route) is fleet.client(await fleet.route(prompt(1, 5, more=7)))
 
@@ -274,7 +275,7 @@ async def test_a_lease_that_publishes_nothing_ends_its_route() -> None:
 
 
 async def test_a_fleet_without_a_cache_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "_GATHER_S", 0.1)
+    monkeypatch.setattr(members, "_GATHER_S", 0.1)
     with pytest.raises(CacheUnavailable, match="none was found"):
         await connect_fleet({}, timeout_s=0.1)
     async with local_fleet({"a": slim()}, timeout_s=2) as (fleet, caches):

@@ -10,7 +10,7 @@ import pytest
 from support.fleet.running_fleet import STRIDE, prompt, publish, slim, until
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.fleet import fleet as fleet_module
+from raydix.actors.fleet import route_chooser
 from raydix.actors.serve.prompt_reader import PromptReader
 from raydix.actors.serve.replica_pairs import ReplicaPlace
 from raydix.actors.serve.replica_ranks import FleetOptions, ReplicaRanks, least_loaded
@@ -149,7 +149,7 @@ async def test_a_request_counts_once_however_often_it_is_ranked(monkeypatch: pyt
     caches = two_caches()
     await publish(caches["b"], prompt(1, 4))
     hashed: list[int] = []
-    page_hashes = fleet_module.page_hashes
+    page_hashes = route_chooser.page_hashes
 
     def count(key: Any, *args: Any) -> Any:
         hashed.append(len(key))
@@ -157,7 +157,7 @@ async def test_a_request_counts_once_however_often_it_is_ranked(monkeypatch: pyt
 
     async with ranked(caches) as ranks:
         await until_paired(ranks, a=1, b=2)
-        monkeypatch.setattr(fleet_module, "page_hashes", count)
+        monkeypatch.setattr(route_chooser, "page_hashes", count)
         requests = [Request(prompt(1, 5)), Request(prompt(1, 4))]
         found = []
         for request in requests:

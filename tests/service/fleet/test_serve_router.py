@@ -107,7 +107,7 @@ def is_known(routed: Routed, tokens: list[int]) -> bool:
     async def explain() -> RouteExplanation:
         return fleet.explain([*tokens, 0])
 
-    explained = asyncio.run_coroutine_threadsafe(explain(), fleet._loop).result(LONG_S)
+    explained = asyncio.run_coroutine_threadsafe(explain(), fleet.members.loop).result(LONG_S)
     return any(candidate.prefix_len == len(tokens) for candidate in explained.candidates)
 
 

@@ -1,0 +1,163 @@
+"""`RouteChooser`: the choice of a fleet's member for a prompt, and the arithmetic of members with several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import NamedTuple
+
+from raydix.actors.fleet.cost import Candidate, choose, compared, cost
+from raydix.actors.fleet.fleet_member import FleetMember
+from raydix.actors.fleet.members import FleetMembers
+from raydix.actors.fleet.membership import PageShape
+from raydix.actors.fleet.route import Route
+from raydix.cache_core import RadixKey, page_hashes
+from raydix.cache_core.fleet_index.page_hashes import Hashes
+from raydix.schemas import RouteConfig, TokenIds
+
+Runs = dict[int, tuple[int, int]]
+"""Column -> leading pages of a prompt that are stored there, and that are stored, pending or promised there."""
+
+
+class Prompt(NamedTuple):
+    """A prompt, as the index knows it."""
+
+    num_tokens: int
+    hashes: Hashes  # the hash of each page that ends a stride
+    shape: PageShape  # the shape by which it was hashed
+
+
+class Comparison(NamedTuple):
+    """The candidates for a prompt.
+
+    Attributes:
+        candidates: in no order.
+        runs: of the candidates; a member with several ranks has the pages that all its ranks hold.
+        rank_runs: of each rank, for candidates with several ranks.
+    """
+
+    candidates: list[Candidate]
+    runs: Runs
+    rank_runs: Runs
+
+
+class RouteChooser:
+    """Chooses the member for a prompt, and counts the request there until its first token.
+
+    A member with several ranks has the least hit of its ranks, and the waiting tokens of its busiest rank.
+
+    Args:
+        members: the members to choose from.
+        config: how a member is chosen.
+
+    Attributes:
+        config: how a member is chosen.
+        num_routes: requests that were routed; a request that is routed again counts once.
+    """
+
+    def __init__(self, members: FleetMembers, config: RouteConfig) -> None:
+        self.config = config
+        self.num_routes = 0
+        self._members = members
+        self._index = members.index
+        self._routes = members.routes
+        self._rng = Random()
+
+    def prompt_of(self, packed: TokenIds, namespace: str | None) -> Prompt:
+        """Return a prompt, hashed by the shape that the members have now."""
+        shape = self._members.shape
+        assert shape is not None, "a cache is alive, so its shape is known"
+        key = RadixKey.from_packed(packed.data, packed.width, namespace)
+        hashes = page_hashes(key, shape.page_size, shape.stride_tokens, namespace, shape.bigram)
+        return Prompt(len(packed), hashes, shape)
+
+    def send(self, prompt: Prompt, columns: Sequence[int] = (), replaces: Route | None = None) -> Route:
+        """Choose a member, and count the request there, in one step.
+
+        Args:
+            columns: of the members to choose from; empty: all.
+            replaces: the earlier route of the request, which counts no more.
+        """
+        members, weight = self._members, self.config.weight
+        self._routes.expire()
+        comparison = self.compare(prompt, columns or members.columns)
+        best = choose(comparison.candidates, weight, self._rng)
+        stored, expected = comparison.runs[best.cache]
+        stride = prompt.shape.stride_tokens
+        member = members.by_column[best.cache]
+        member.num_routes += 1
+        if replaces is None:
+            self.num_routes += 1
+        elif (earlier := members.by_name.get(replaces.cache)) is not None and earlier.num_routes:
+            earlier.num_routes -= 1
+        return Route(
+            member.name,
+            prefix_len=stored * stride,
+            promised_len=expected * stride,
+            uncached_tokens=int(best.uncached),
+            pending_tokens=int(best.pending),
+            rank_others=partial(_names_of_others, comparison.candidates, best, weight, members.by_column),
+            why=f"least cost of {len(comparison.candidates)}: {best.pending:.0f} pending + {weight:g} * "
+            f"{best.uncached:.0f} uncached tokens",
+            end=self._count(prompt, best, comparison),
+            prompt=prompt,
+        )
+
+    def compare(self, prompt: Prompt, columns: Sequence[int]) -> Comparison:
+        """Return the candidates among the members with the given columns."""
+        runs = compared(self._index, prompt.hashes, columns, self.config.num_random, self._rng)
+        rank_runs = self._lower_to_least(prompt.hashes, runs) if self._members.ranks else {}
+        num_tokens, stride, pending = prompt.num_tokens, prompt.shape.stride_tokens, self.pending
+        candidates = [
+            Candidate(column, pending(column), max(0, num_tokens - expected * stride))
+            for column, (_, expected) in runs.items()
+        ]
+        return Comparison(candidates, runs, rank_runs)
+
+    def pending(self, column: int) -> int:
+        """Return the tokens that wait at a member, or are computed there: at the rank where they are most."""
+        ranks = self._members.ranks
+        if column in ranks:
+            return max(map(self._routes.pending, ranks[column]))
+        return self._routes.pending(column)
+
+    def _lower_to_least(self, hashes: Hashes, runs: Runs) -> Runs:
+        """Replace the pages that a member's first rank holds by the pages that all its ranks hold.
+
+        Returns:
+            The pages that each rank holds.
+        """
+        ranks = self._members.ranks
+        several = ranks.keys() & runs.keys()
+        columns = [column for first in several for column in ranks[first]]
+        rank_runs = dict.fromkeys(columns, (0, 0))
+        for column, stored, expected in self._index.longest_runs(hashes, 0, 0, columns):
+            rank_runs[column] = stored, expected
+        for first in several:
+            all_stored, all_expected = zip(*(rank_runs[column] for column in ranks[first]), strict=True)
+            runs[first] = min(all_stored), min(all_expected)
+        return rank_runs
+
+    def _count(self, prompt: Prompt, best: Candidate, comparison: Comparison) -> Callable[[bool], None]:
+        """Count a request at a candidate, at each of its ranks; return the function that ends it there."""
+        column, hashes, uncached = best.cache, prompt.hashes, int(best.uncached)
+        add, ranks = self._routes.add, self._members.ranks
+        if column not in ranks:
+            return add(column, hashes, comparison.runs[column][1], uncached)
+        ends = [add(rank, hashes, comparison.rank_runs[rank][1], uncached) for rank in ranks[column]]
+
+        def end(computed: bool) -> None:
+            for end_at_rank in ends:
+                end_at_rank(computed)
+
+        return end
+
+
+def _names_of_others(
+    candidates: list[Candidate], best: Candidate, weight: float, by_column: Mapping[int, FleetMember]
+) -> tuple[str, ...]:
+    """Return the names of the other candidates, the cheapest first."""
+    others = [candidate for candidate in candidates if candidate is not best]
+    others.sort(key=lambda candidate: cost(candidate, weight))
+    return tuple(by_column[candidate.cache].name for candidate in others)
