@@ -1,17 +1,22 @@
-"""`acquire_ranks`: leases of one prompt at the caches of several ranks, all with the same prefix, or none of them."""
+"""Leases of one prompt at the caches of several ranks, at all of them or at none.
+
+`lease_ranks` takes them by any verb of a client; `acquire_ranks` by `acquire`, all with the same prefix.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from random import uniform
 from typing import Any, TypeVar
 
 from raydix.actors.client.lease import Lease
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.client.protocols import LeaseClient
 from raydix.actors.transport.validation import checked_namespace, checked_tokens, make_request
-from raydix.schemas import AcquireRequest, CacheBusy, CacheError, InvalidRequest, PoolExhausted
+from raydix.schemas import AcquireRequest, CacheBusy, CacheError, InvalidRequest, LeaseGrant, PoolExhausted
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +41,13 @@ async def acquire_ranks(
 ) -> list[Lease]:
     """Acquire one lease per rank of a tensor-parallel engine, all with the same `prefix_len`, or none.
 
-    Each rank has a cache of its own. The smallest prefix that all of them have is the limit of an `acquire` at each,
-    in the order of `clients`. Slots are waited for at the first alone. If another rank refuses, or has lost a part of
-    that prefix, all leases are released, and the next attempt begins after a random pause of 1 to 10 ms. So callers
-    that name the same ranks in different orders all come to an end.
+    Each rank has a cache of its own. The smallest prefix that all of them have is the limit of an `acquire` at the
+    first, which alone waits for slots, and then of one at each of the others. If another rank refuses, or has lost a
+    part of that prefix, all leases are released, and the next attempt begins after a random pause of 1 to 10 ms. So
+    callers that name the same ranks in different orders all come to an end.
 
     Nothing is guaranteed once this has returned. If the lease of one rank ends, also by the death of its cache, the
-    caller must end those of the other ranks.
+    caller must end the leases of the other ranks.
 
     Args:
         clients: one client per rank, each of another cache, all on the running event loop; the caches have the same
@@ -67,7 +72,8 @@ async def acquire_ranks(
     """
     ranks = _checked_clients(clients)
     packed = checked_tokens(tokens)
-    request = make_request(  # is checked here, and never sent: each client makes its own
+    # This request carries the checked arguments. It is never sent: each client makes its own.
+    request = make_request(
         AcquireRequest,
         lease_id="ranks",
         tokens=packed,
@@ -104,12 +110,58 @@ async def acquire_ranks(
     return leases
 
 
+async def lease_ranks(
+    clients: Sequence[PrefixCacheClient],
+    take: Callable[[PrefixCacheClient], Coroutine[Any, Any, Lease]],
+    held: Sequence[Lease] = (),
+) -> list[Lease]:
+    """Take a lease at the cache of each rank, concurrently; at all of them, or at none.
+
+    The smallest `prefix_len` of the leases is the prefix that all ranks hold.
+
+    If one rank refuses or fails, the requests on their way to the others are cancelled, and all leases end: an offered
+    lease is revoked, any other is released. Then the error is raised. If the caller is cancelled, they end in the
+    background.
+
+    Args:
+        clients: one per rank, all on the running event loop.
+        take: takes the lease at a client's cache, by `lock` or `acquire`; cancelled, it leaves no lease behind.
+        held: open leases of earlier ranks, which end with the others.
+
+    Returns:
+        The held leases, then a lease of each client, in their order. All that are not offered are open.
+
+    Raises:
+        CacheError: the first error of a rank, also one that says that a lease has been lost meanwhile.
+    """
+    takes = [asyncio.ensure_future(take(client)) for client in clients]
+    try:
+        leases = [*held, *await asyncio.gather(*takes)]
+        for lease in leases:
+            if lease.offered is None:
+                lease.client.check_lease(lease)
+    except BaseException as error:
+        for task in takes:
+            task.cancel()
+        taken = [task.result() for task in takes if task.done() and not task.cancelled() and task.exception() is None]
+        end = _end_all([*held, *taken])
+        if isinstance(error, Exception):
+            await end
+        raise
+    return leases
+
+
+async def revoke_grants(clients: Iterable[PrefixCacheClient], grants: Iterable[LeaseGrant]) -> None:
+    """Revoke the grant of each rank. A grant that cannot be revoked expires, so an error is logged only."""
+    await asyncio.gather(*map(_revoke, clients, grants))
+
+
 class _Attempts:
     """The attempts of one call to get a lease at each rank.
 
     Args:
         clients: one per rank.
-        request: the arguments for each rank; its limit of the prefix is that of the first attempt.
+        request: the arguments for each rank; it has the limit of the prefix in the first attempt.
         namespace: the parts of the namespace, as arguments of a verb.
     """
 
@@ -120,7 +172,8 @@ class _Attempts:
         self._request = request
         self._namespace = namespace
         limit = request.max_prefix_len
-        self._limit = len(request.tokens) if limit is None else limit  # shorter after each rank that lost its prefix
+        # Each rank that has lost a part of its prefix lowers this limit.
+        self._limit = len(request.tokens) if limit is None else limit
 
     async def run(self, timeout_s: float) -> list[Lease] | None:
         """Return a lease of each rank, all with the same prefix; None if a rank had lost a part of it.
@@ -133,26 +186,14 @@ class _Attempts:
         """
         limit = min(self._limit, *await _gather(self._match(client) for client in self._clients))
         _check_page_sizes(self._clients)
-        leases: list[Lease] = []
-        try:
-            for client in self._clients:
-                lease = await self._acquire(client, limit, 0.0 if leases else timeout_s)
-                leases.append(lease)
-                assert lease.prefix_len <= limit
-                if lease.prefix_len < limit and len(leases) > 1:
-                    break
-                limit = lease.prefix_len  # the first may round it down to a whole page, or have evicted some
-            else:
-                for client, lease in zip(self._clients, leases, strict=True):  # one may have been lost meanwhile
-                    client.check_lease(lease)
-                return leases
-        except Exception:
-            await _end_all(leases)
-            raise
-        except BaseException:
-            _end_all(leases)
-            raise
-        self._limit = lease.prefix_len
+        first_client, *other_clients = self._clients
+        first = await self._acquire(first_client, limit, timeout_s)
+        # The first may have rounded the limit down to a whole page, or may have evicted some of the prefix.
+        take = partial(self._acquire, limit=first.prefix_len, timeout_s=0.0)
+        leases = await lease_ranks(other_clients, take, held=[first])
+        self._limit = min(lease.prefix_len for lease in leases)
+        if self._limit == first.prefix_len:
+            return leases
         await _end_all(leases)
         return None
 
@@ -182,7 +223,7 @@ def _checked_clients(clients: Any) -> list[PrefixCacheClient]:
         raise InvalidRequest(f"clients must be a list of PrefixCacheClient, one per rank, not {given}") from None
     if not ranks:
         raise InvalidRequest("clients must have one PrefixCacheClient per rank, but is empty")
-    places: dict[int, int] = {}  # by the id of a client
+    places: dict[int, int] = {}  # id of a client -> its place
     for place, client in enumerate(ranks):
         if not isinstance(client, PrefixCacheClient):
             raise InvalidRequest(f"clients[{place}] must be a PrefixCacheClient, not {type(client).__name__}")
@@ -213,14 +254,25 @@ async def _gather(steps: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
 
 
 def _end_all(leases: list[Lease]) -> asyncio.Future[Any]:
-    """Begin to release all leases, and return a future of the end, which the caller's cancellation does not stop."""
+    """Begin to end all leases, and return a future of the end, which the caller's cancellation does not stop."""
     return asyncio.shield(asyncio.gather(*map(_end, leases)))
 
 
 async def _end(lease: Lease) -> None:
-    """Release a lease. Its client repeats a release that may have been lost, so an error is logged only."""
+    """End a lease. Its client repeats a release that may have been lost, so an error is logged only."""
+    if lease.offered is not None:
+        await _revoke(lease.client, lease.offered)
+        return
     try:
         await lease.release()
     except CacheError as error:
         about = {"lease": lease.lease_id, "epoch": lease.epoch}
         logger.warning("lease %r could not be released: %s", lease.lease_id, error, extra=about)
+
+
+async def _revoke(client: LeaseClient, grant: LeaseGrant) -> None:
+    try:
+        await client.revoke(grant)
+    except CacheError as error:
+        # The lease has ended with its session, or its grant expires.
+        logger.debug("a grant was not revoked: %s", error)

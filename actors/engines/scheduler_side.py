@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from raydix.actors.client.lease import Lease
 from raydix.actors.client.loop_thread import LoopThread
+from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.client.rank_leases import lease_ranks, revoke_grants
 from raydix.actors.engines.block_copies import make_stamps
 from raydix.actors.engines.cache_link import CacheLink
 from raydix.actors.engines.prefill_rate import PrefillRate
@@ -272,9 +273,17 @@ class SchedulerSide:
         self._loop.spawn(self._look_up(request.look_up, tokens, request.namespace))
 
     async def _look_up(self, look_up: _LookUp, tokens: Sequence[int], namespace: CacheNamespace) -> None:
+        """Lock the prefix in the cache of each rank, and grant it, in one round trip; at all caches, or at none."""
         started = time.perf_counter()
+        # The ids are converted here, so that the engine's thread does not wait for it.
+        ids, parts = np.asarray(tokens, dtype=np.int64), namespace._asdict()
+
+        def lock(client: PrefixCacheClient) -> Coroutine[Any, Any, Lease]:
+            return client.lock(ids, **parts, offer_s=_GRANT_S)
+
         try:
-            grants = await self._lock_all(np.asarray(tokens, dtype=np.int64), namespace)  # not in the engine's thread
+            clients = self._clients()
+            leases = await lease_ranks(clients, lock)
         except CacheError as error:
             logger.debug("a look-up has failed: %s", error)
             for link in self._links:
@@ -283,33 +292,14 @@ class SchedulerSide:
             return
         self.counts.observe("lookup_s", time.perf_counter() - started)
         self.counts.add("lookups")
+        grants = [lease.offered for lease in leases if lease.offered is not None]
+        assert len(grants) == len(leases), "each lock asked for an offer"
         if not look_up.settle(min(grant.prefix_len for grant in grants), grants):
-            await self._revoke(grants)
+            await revoke_grants(clients, grants)
 
-    async def _lock_all(self, tokens: NDArray[np.int64], namespace: CacheNamespace) -> list[LeaseGrant]:
-        """Lock the prefix in the cache of each rank, and grant it, in one round trip; at all caches, or at none."""
-        locks = [asyncio.ensure_future(self._lock(link, tokens, namespace)) for link in self._links]
-        try:
-            return list(await asyncio.gather(*locks))
-        except BaseException:
-            await asyncio.wait(locks)
-            done = [None if each.cancelled() or each.exception() else each.result() for each in locks]
-            await self._revoke(done)
-            raise
-
-    async def _lock(self, link: CacheLink, tokens: NDArray[np.int64], namespace: CacheNamespace) -> LeaseGrant:
-        lease = await link.client.lock(tokens, **namespace._asdict(), offer_s=_GRANT_S)
-        assert lease.offered is not None, "it was asked for"
-        return lease.offered
-
-    async def _revoke(self, grants: Sequence[LeaseGrant | None]) -> None:
-        for link, grant in zip(self._links, grants, strict=True):
-            if grant is None:
-                continue
-            try:
-                await link.client.revoke(grant)
-            except CacheError as error:  # the lease has ended with its session, or its grant expires
-                logger.debug("a grant was not revoked: %s", error)
+    def _clients(self) -> list[PrefixCacheClient]:
+        """Return the client of each rank; CacheUnavailable if one cache was not reached yet."""
+        return [link.client for link in self._links]
 
     def _give_up(self, request: _Request) -> None:
         """End a lease that the workers do not have; a look-up on its way ends its lease itself."""
@@ -317,7 +307,7 @@ class SchedulerSide:
         if request.look_up is not None and not request.in_worker:
             self._num_waiting -= 1
             if grants := request.look_up.abandon():
-                self._loop.spawn(self._revoke(grants))
+                self._loop.spawn(revoke_grants(self._clients(), grants))
         request.look_up, request.available = None, 0
 
     # ---------------------------------------------------------------- steps

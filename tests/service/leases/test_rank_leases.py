@@ -1,9 +1,9 @@
-"""`acquire_ranks`: one lease per rank, all with the same prefix. If it fails at any moment, no rank holds one."""
+"""`acquire_ranks` and `lease_ranks`: one lease per rank. If it fails at any moment, no rank holds one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from random import Random
 from typing import Any
 
@@ -16,6 +16,7 @@ from support.more import more
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, acquire_ranks, start_cache
 from raydix.actors.client import rank_leases
+from raydix.actors.client.rank_leases import lease_ranks, revoke_grants
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
@@ -417,6 +418,87 @@ async def test_cancelled_while_it_releases_it_leaves_nothing(ranks: Ranks, monke
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await ranks[0].pages() == Pages(free=8)
+
+
+# ---------------------------------------------------------------- locks of all ranks
+
+
+def lock(client: PrefixCacheClient) -> Coroutine[Any, Any, Lease]:
+    """Lock the prefix of two tokens, and offer the lease to another client."""
+    return client.lock([1, 2], offer_s=300)
+
+
+async def test_offered_locks_of_all_ranks_are_adopted_or_revoked(ranks: Ranks) -> None:
+    await ranks[0].publish(1, 2)
+    await ranks[1].publish(1)
+
+    leases = await lease_ranks(clients_of(ranks), lock)
+
+    assert [(lease.client, lease.prefix_len) for lease in leases] == [(ranks[0].client, 2), (ranks[1].client, 1)]
+    grants = [lease.offered for lease in leases if lease.offered is not None]
+    adopted = await ranks[0].another_client().adopt(grants[0])
+    await revoke_grants(clients_of(ranks), grants)  # it ends the other one alone
+    assert [each.leases for each in await pages_of(ranks)] == [1, 0]
+    await adopted.release()
+    await check_nothing_held(ranks)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_a_lock_that_fails_ends_those_that_were_taken(ranks: Ranks, steps: Steps, place: int) -> None:
+    for rank in ranks:
+        await rank.publish(1, 2)
+
+    async def fail() -> None:
+        await ranks[1 - place].until(lambda stats: stats.open_leases == 1)
+        raise CacheUnavailable("lost")
+
+    steps.before(ranks[place].client, "lock", fail)
+    with pytest.raises(CacheUnavailable, match="lost"):
+        await lease_ranks(clients_of(ranks), lock)
+
+    await check_nothing_held(ranks)
+
+
+async def test_a_lock_that_fails_does_not_wait_for_a_silent_rank(ranks: Ranks, steps: Steps) -> None:
+    async def fail() -> None:
+        raise CacheUnavailable("lost")
+
+    steps.before(ranks[0].client, "lock", fail)
+    steps.before(ranks[1].client, "lock", asyncio.Event().wait)
+    with pytest.raises(CacheUnavailable, match="lost"):
+        await asyncio.wait_for(lease_ranks(clients_of(ranks), lock), 300)
+
+    await check_nothing_held(ranks)
+
+
+async def test_held_leases_end_with_a_lock_that_fails(ranks: Ranks, steps: Steps) -> None:
+    held = await ranks[0].client.acquire([1, 2])
+
+    async def fail() -> None:
+        raise CacheUnavailable("lost")
+
+    steps.before(ranks[1].client, "lock", fail)
+    with pytest.raises(CacheUnavailable, match="lost"):
+        await lease_ranks([ranks[1].client], lock, held=[held])
+
+    assert held.ended
+    await check_nothing_held(ranks)
+
+
+async def test_locks_cancelled_after_any_number_of_ticks_leave_nothing(ranks: Ranks) -> None:
+    for rank in ranks:
+        await rank.publish(1, 2)
+    for ticks in range(20):
+        task = asyncio.create_task(lease_ranks(clients_of(ranks), lock))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait((task,))
+        if not task.cancelled():
+            grants = [lease.offered for lease in task.result() if lease.offered is not None]
+            await revoke_grants(clients_of(ranks), grants)
+
+        await check_nothing_held(ranks)
 
 
 # ---------------------------------------------------------------- a rank is lost
