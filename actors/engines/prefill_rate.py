@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-_LEAST_TOKENS = 256  # of a step; shorter ones say little
-_KEPT = 0.8  # of the weight of earlier steps, at each step
+_LEAST_TOKENS = 256  # prompt tokens of a step that counts; shorter steps say little
+_KEPT = 0.8  # share of its weight that an earlier step keeps with each later step
 
 
 class PrefillRate:
     """A moving mean of the prompt tokens that an engine computes in a second, from steps with at least 256 of them."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0  # of the steps so far, older ones with less weight
-        self._num_tokens = 0  # of the step that runs
+        self._tokens = self._seconds = 0.0  # weighted sums over the steps so far
+        self._num_tokens = 0  # prompt tokens of the step that runs
         self._begun_at = 0.0
 
     @property

@@ -28,9 +28,9 @@ from raydix.schemas.engine_namespace import CacheNamespace
 
 logger = logging.getLogger(__name__)
 
-_GRANT_S = 600.0  # a waiting request's lease; an expired grant is a miss
-_WORTH = 0.1  # of the time that a hit can save, to wait for its answer
-_IDLE_WAIT_S = 0.001  # for the answer of a look-up, while the engine computes nothing
+_GRANT_S = 600.0  # life of a waiting request's grant; an expired grant is a miss
+_WORTH = 0.1  # share of the time that a hit can save, for which its answer is waited for
+_IDLE_WAIT_S = 0.001  # wait for the answer of a look-up while the engine computes nothing
 
 
 class ScheduledRequest(NamedTuple):
@@ -77,21 +77,21 @@ class _LookUp:
 class _Request:
     """A request of the engine, from its arrival to its end."""
 
-    number: int  # no other request has it, though ids may come again
+    number: int  # No other request has this number, though ids may come again.
     request_id: str
     read_tokens: Callable[[int, int | None], Sequence[int]]
     namespace: CacheNamespace
     look_up: _LookUp | None = None
-    asked_at: float | None = None  # when the engine first asked for the hit and there was no answer
-    is_given_up: bool = False  # its leases have ended or failed, or it never gets any: it misses, and is not saved
-    is_counted: bool = False  # as one that is served without the cache because of its weights
-    in_worker: bool = False  # the workers have its grants
+    asked_at: float | None = None  # time at which the engine first asked for the hit and there was no answer
+    is_given_up: bool = False  # It runs without the cache from now on.
+    is_counted: bool = False  # It was counted as served without the cache because of its weights.
+    in_worker: bool = False  # The workers have its grants.
     loading: LoadPlan | None = None
     num_local: int = 0  # tokens that the engine's own cache had when it asked last
     available: int = 0  # tokens that its leases hold in the tree, in whole blocks
     planned: int = 0  # tokens that are saved, or will be by the steps planned so far
     sent: int = 0  # tokens with ids that the cache knows by the look-up, or the workers
-    saved: dict[int, int] = field(default_factory=dict)  # by rank, as reported
+    saved: dict[int, int] = field(default_factory=dict)  # rank -> saved tokens, as reported
 
 
 class SchedulerSide:
@@ -124,9 +124,9 @@ class SchedulerSide:
         self._loop = loop
         self._block_size = block_size
         self._reads = reads
-        self._requests: dict[str, _Request] = {}  # the requests that have not ended, by id
-        self._by_number: dict[int, _Request] = {}  # the same requests, by number
-        self._loading: dict[str, _Request] = {}  # the request with the last load under an id
+        self._requests: dict[str, _Request] = {}  # id -> request that has not ended
+        self._by_number: dict[int, _Request] = {}  # number -> request that has not ended
+        self._loading: dict[str, _Request] = {}  # id -> request with the last load under this id
         self._numbers = count(1)
         self._num_waiting = 0  # requests with a look-up, and with grants that the workers do not have
         self._plan = StepPlan()
@@ -148,7 +148,7 @@ class SchedulerSide:
         """
         if not self._reads:
             return
-        self.finish_request(request_id)  # the engine may not have ended an earlier request with this id
+        self.finish_request(request_id)  # The engine may not have ended an earlier request with this id.
         request = _Request(next(self._numbers), request_id, read_tokens, namespace)
         self._requests[request_id] = self._by_number[request.number] = request
         if self._num_waiting < self._settings.max_waiting_leases:
@@ -181,7 +181,7 @@ class SchedulerSide:
         if request.look_up is None:
             self._begin_look_up(request)
         look_up = request.look_up
-        if look_up is None:  # not connected, or weights are being changed
+        if look_up is None:  # It is not connected, or weights are being changed.
             if self._weights.is_changing and self._has_time(request, num_lacking):
                 return True
             if not request.is_counted:
@@ -223,7 +223,7 @@ class SchedulerSide:
         """Load `num_loaded` tokens in the next step, behind the local ones of the latest `find_hit`.
 
         Args:
-            block_ids: of the request, those of the local tokens first.
+            block_ids: of the request, the blocks of the local tokens first.
         """
         request = self._requests.get(request_id)
         if request is None or not num_loaded:
@@ -334,8 +334,8 @@ class SchedulerSide:
         self._loads = []
         for request in lost:
             request.planned = request.available
-        for each in scheduled:
-            self._plan_save(each, plan)
+        for scheduled_request in scheduled:
+            self._plan_save(scheduled_request, plan)
         return plan
 
     def _plan_save(self, scheduled: ScheduledRequest, plan: StepPlan) -> None:
@@ -411,17 +411,9 @@ class SchedulerSide:
                 request.is_given_up, request.available = True, 0
             else:
                 self._give_up(request)
-                request.is_given_up, request.asked_at, request.planned = (
-                    False,
-                    None,
-                    0,
-                )  # it may look up again with the next weights
+                # It may look up again with the next weights.
+                request.is_given_up, request.asked_at, request.planned = False, None, 0
         self._weights.reset()
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._requests)
 
     def close(self) -> None:
         """Close the clients, which ends the leases that no worker has."""

@@ -14,7 +14,7 @@ from raydix.schemas import LeaseGrant
 
 @dataclass(slots=True)
 class LoadPlan:
-    """Load cached pages into blocks: those of tokens [start, start + block_size * len(block_ids)).
+    """Load cached pages into blocks: the pages of tokens [start, start + block_size * len(block_ids)).
 
     Attributes:
         request: number of the request.
@@ -31,7 +31,7 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class SavePlan:
-    """Save blocks that this step completes: those of tokens [start, start + block_size * len(block_ids)).
+    """Save blocks that this step completes: the blocks of tokens [start, start + block_size * len(block_ids)).
 
     Attributes:
         request: number of the request.

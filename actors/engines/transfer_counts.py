@@ -23,7 +23,7 @@ SECONDS = {
     "save_s": "time of a save's copies",
 }
 BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_SHORT = {"lookup_s": "look-up", "load_s": "load", "save_s": "save"}  # in log lines
+_SHORT = {"lookup_s": "look-up", "load_s": "load", "save_s": "save"}  # names in log lines
 
 
 class TransferCounts:
@@ -41,7 +41,7 @@ class TransferCounts:
             self._counts[name] = self._counts.get(name, 0) + number
 
     def observe(self, name: str, seconds: float) -> None:
-        """Add a time to those of that name, one of `SECONDS`."""
+        """Add a time to the times of that name, one of `SECONDS`."""
         assert name in SECONDS, name
         with self._lock:
             self._seconds.setdefault(name, []).append(seconds)

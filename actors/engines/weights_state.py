@@ -27,8 +27,8 @@ from raydix.schemas import CacheError
 
 logger = logging.getLogger(__name__)
 
-_WARN_AFTER_S = 60.0  # after the first request that is served detached
-_POLL_S = 0.02  # between looks whether the links are bound
+_WARN_AFTER_S = 60.0  # time from the first request that is served detached to a warning
+_POLL_S = 0.02  # time between two looks whether the links are bound
 _ADVICE = (
     "it neither reads nor feeds the cache until weights are named: pause all engines, push to all, call "
     "`await client.set_weights(label)` or `raydix weights NAME LABEL`, then reset each engine"
@@ -39,7 +39,7 @@ class WeightsState:
     """The weights of one engine, for its scheduler. `reset` and the properties are called by the scheduler's thread.
 
     Args:
-        links: to the cache of each rank; they run on `loop`. That of rank 0 decides.
+        links: to the cache of each rank; they run on `loop`. The cache of rank 0 decides.
         label: of the weights with which the engine starts.
         reconnect_s: seconds between two attempts to reach a cache.
         counts: counts the requests that are served detached.
@@ -57,14 +57,14 @@ class WeightsState:
         self._label = label
         self._reconnect_s = reconnect_s
         self._counts = counts
-        self._number = 0  # of the latest reset
+        self._number = 0  # number of the latest reset
         self._state = "joined"
         self._reset_in: CurrentWeights | None = None  # the cache's weights at the latest reset, until it has joined
-        self._workers: dict[int, int] = {}  # by rank: the order that it has carried out
+        self._workers: dict[int, int] = {}  # rank -> order that its worker has carried out
         self._warns_at: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lock = threading.Lock()  # of `_number` and `_state`
-        self._turn = asyncio.Lock()  # of the resets: one is settled after the other
+        self._lock = threading.Lock()  # guards `_number` and `_state`
+        self._turn = asyncio.Lock()  # One reset is settled after the other.
         self._closed = False
 
     @property
@@ -76,11 +76,6 @@ class WeightsState:
     def is_changing(self) -> bool:
         """Whether a reset is not settled yet, or the workers have not reported that they are bound."""
         return self._state == "changing" or (self._state == "joined" and not self._are_workers_bound())
-
-    @property
-    def is_detached(self) -> bool:
-        """Whether the engine's weights have no name in the cache."""
-        return self._state == "detached"
 
     def _are_workers_bound(self) -> bool:
         number = self.order[0]
@@ -104,7 +99,8 @@ class WeightsState:
     def _warn(self, number: int) -> None:
         self._warns_at = None
         if self._state == "detached" and number == self._number:
-            logger.warning("the engine was reset %g s ago or more, and its weights have no name: %s", 60, _ADVICE)
+            message = "the engine was reset %g s ago or more, and its weights have no name: %s"
+            logger.warning(message, _WARN_AFTER_S, _ADVICE)
 
     # ---------------------------------------------------------------- resets
 
@@ -126,7 +122,7 @@ class WeightsState:
             if current is None:
                 return
             if number != self._number:
-                # A later reset follows: it is one of an engine that has these weights, or has none with a name.
+                # A later reset follows. Its engine has the cache's weights, or has weights without a name.
                 self._label = self._label if not self._is_ahead(current) else self._label_of(current)
                 self._reset_in = current
                 return
@@ -150,7 +146,8 @@ class WeightsState:
 
         False if the engine has seen none in this epoch: the next `set_weights` shows.
         """
-        seen = [each for each in (self._reset_in, self._links[0].seen) if each and each.epoch == current.epoch]
+        known = (self._reset_in, self._links[0].seen)
+        seen = [weights for weights in known if weights and weights.epoch == current.epoch]
         return bool(seen) and seen[0].generation != current.generation
 
     def _label_of(self, current: CurrentWeights) -> str:

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 class CacheSource(NamedTuple):
     """A cache of a directory."""
 
-    cache: Any  # as `PrefixCacheClient` takes it
-    identity: Any  # a cache of the same name that was started later has another one
+    cache: Any  # the argument of `PrefixCacheClient`
+    identity: Any  # A cache of the same name that was started later has another identity.
 
 
 class CacheDirectory(Protocol):

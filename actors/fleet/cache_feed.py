@@ -16,8 +16,8 @@ from raydix.schemas import CacheError, CacheUnavailable, KVEventBatch, SlimEvent
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.25  # after an error
-_RECHECK_S = 2.0  # a cache that is left out is asked again
+_RETRY_S = 0.25  # pause after an error
+_RECHECK_S = 2.0  # time between two questions to a cache that is left out
 
 
 class CacheFeed:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # the names of the routers are known without the core
     from raydix.cache_core import PageIndex
     from raydix.cache_core.fleet_index.page_hashes import Hashes
 
-MAX_ALL = 16  # caches; of more, a few are compared
-NUM_LONGEST = 2  # of these, with the longest prefix
+MAX_ALL = 16  # Up to so many caches are all compared; of more caches, only a few.
+NUM_LONGEST = 2  # number of caches with the longest prefix among the few that are compared
 
 
 class Candidate(NamedTuple):
@@ -42,12 +42,12 @@ def choose(candidates: Iterable[Candidate], weight: float, rng: Random | None = 
     """
     best: list[Candidate] = []
     least = float("inf")
-    for each in candidates:
-        price = each.pending + weight * each.uncached  # `cost`, without a call for each
+    for candidate in candidates:
+        price = candidate.pending + weight * candidate.uncached  # `cost`, without a call for each
         if price < least or not best:
-            least, best = price, [each]
+            least, best = price, [candidate]
         elif price == least:
-            best.append(each)
+            best.append(candidate)
     if not best:
         raise ValueError("candidates must have at least one entry, not 0")
     return best[0] if rng is None or len(best) == 1 else rng.choice(best)
@@ -58,7 +58,7 @@ def compared(
 ) -> dict[int, tuple[int, int]]:
     """Return the caches to compare for a request: all up to 16; of more, a few, so that a route stays cheap.
 
-    These few are the two with the longest expected prefix, equal ones chosen at random, and `num_random` random ones.
+    The few are the two with the longest expected prefix, equal ones chosen at random, and `num_random` random ones.
 
     Args:
         index: the pages of the caches, and perhaps of others.
@@ -66,7 +66,7 @@ def compared(
         columns: of the caches, in the index; at least one.
 
     Returns:
-        By column, the leading pages that are stored there, and those that are stored, pending or promised.
+        By column, the leading pages that are stored there, and the leading pages that are stored, pending or promised.
     """
     if len(columns) <= MAX_ALL:
         runs = dict.fromkeys(columns, (0, 0))

@@ -19,7 +19,7 @@ class FleetMember:
         name: of the cache; of the caches NAME-tp0, NAME-tp1 and so on it is NAME.
         feeds: of the caches, in the order of the ranks.
         num_routes: requests that were routed here.
-        num_refused: of these, those that the cache refused, or that it did not answer.
+        num_refused: routed requests that the cache refused, or that it did not answer.
         missed_tokens: stored tokens that the index promised and the cache did not have, of all leases of the fleet.
     """
 
@@ -56,7 +56,7 @@ class FleetMember:
         return [feed.place._replace(name=self.name) for feed in self.feeds if feed.place is not None]
 
     def with_feeds(self, feeds: Mapping[int, CacheFeed]) -> FleetMember:
-        """Return the member of these caches, which have its name now: itself if they are the same.
+        """Return the member of the caches that have its name now: itself if they are the same.
 
         Ranks that are gone are missing, unless the engine was replaced as a whole by one with fewer ranks.
         """
@@ -67,15 +67,15 @@ class FleetMember:
 
 
 def members_of(feeds: Mapping[str, CacheFeed], earlier: Mapping[str, FleetMember]) -> dict[str, FleetMember]:
-    """Return the members that these caches are, by name.
+    """Return the members that the caches are, by name.
 
     Args:
         feeds: by the name of the cache.
         earlier: the members before caches came or went.
     """
     groups = group_ranks(feeds)
-    grouped = {each for names in groups.values() for each in names.values()}
-    by_rank = {name: {rank: feeds[each] for rank, each in names.items()} for name, names in groups.items()}
+    grouped = {cache for caches in groups.values() for cache in caches.values()}
+    by_rank = {name: {rank: feeds[cache] for rank, cache in caches.items()} for name, caches in groups.items()}
     by_rank.update((name, {0: feed}) for name, feed in feeds.items() if name not in grouped)
     return {
         name: earlier[name].with_feeds(ranks) if name in earlier else FleetMember(name, ranks)

@@ -29,7 +29,7 @@ class FleetMembers:
     """The members of a fleet, kept up to date: each is a cache, or the caches of an engine's ranks.
 
     It looks for caches each second, and begins to read the events of a new one. It decides which members get requests.
-    A member is known by its column: that of its cache, or of its first rank's cache.
+    A member is known by a column: its cache's, or the column of its first rank's cache.
 
     Args:
         directory: lists the caches.

@@ -25,7 +25,7 @@ class CacheFacts(NamedTuple):
 
     events: str | bool  # `CacheConfig.events`
     shape: PageShape
-    fingerprint: str  # of the base model that is bound, or the only one that may be; empty: any
+    fingerprint: str  # the base model that is bound, or the only one that may be bound; empty: any
 
     @classmethod
     def of(cls, config: CacheConfig, stats: CacheStats) -> CacheFacts:
@@ -37,9 +37,9 @@ class CacheFacts(NamedTuple):
 class CachePlace(NamedTuple):
     """Where a cache runs."""
 
-    name: str  # the ranks of an engine have one
-    node_id: str  # as Ray gives it; "local" of a cache without an actor
-    gpu_uuid: str | None  # of the card with the pool; None: the pool lies in memory
+    name: str  # one name for all ranks of an engine
+    node_id: str  # Ray's id of the node; "local": the cache has no actor
+    gpu_uuid: str | None  # the card with the pool; None: the pool lies in memory
 
 
 def left_out_causes(
@@ -49,23 +49,23 @@ def left_out_causes(
 
     Args:
         facts: of every cache, by name.
-        shape: the shape until now. It stays if as many caches have it as any other.
+        shape: the current shape; it wins a tie.
         fingerprint: of the base model; None: the one of most of the caches that have slim events and this shape.
     """
-    slim = {name: each for name, each in facts.items() if each.events == "slim"}
-    most = _most([each.shape for each in slim.values()], shape)
-    alike = {name: each for name, each in slim.items() if each.shape == most}
+    slim = {name: fact for name, fact in facts.items() if fact.events == "slim"}
+    most = _most([fact.shape for fact in slim.values()], shape)
+    alike = {name: fact for name, fact in slim.items() if fact.shape == most}
     wanted = fingerprint
     if wanted is None:
-        wanted = _most([each.fingerprint for each in alike.values() if each.fingerprint], None)
+        wanted = _most([fact.fingerprint for fact in alike.values() if fact.fingerprint], None)
     causes: dict[str, str] = {}
-    for name, each in facts.items():
+    for name, fact in facts.items():
         if name not in slim:
-            causes[name] = f'it publishes no slim events: its CacheConfig.events must be "slim", not {each.events!r}'
+            causes[name] = f'it publishes no slim events: its CacheConfig.events must be "slim", not {fact.events!r}'
         elif name not in alike:
-            causes[name] = f"its pages must be as those of most caches ({most}), not {each.shape}"
-        elif each.fingerprint and each.fingerprint != wanted:
-            causes[name] = f"its base model must have the fingerprint {wanted!r}, not {each.fingerprint!r}"
+            causes[name] = f"its pages must be as those of most caches ({most}), not {fact.shape}"
+        elif fact.fingerprint and fact.fingerprint != wanted:
+            causes[name] = f"its base model must have the fingerprint {wanted!r}, not {fact.fingerprint!r}"
     return most, causes
 
 

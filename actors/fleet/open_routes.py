@@ -12,8 +12,8 @@ from raydix.cache_core.fleet_index.page_hashes import Hashes
 from raydix.schemas import CacheLoad
 
 _NONE: Hashes = np.empty(0, np.int64)
-_SEEN_S = 0.1  # after this time a request without pages of its own counts as part of its cache's load
-_STORED_S = 1.0  # the events of a computed prompt arrive in this time, or it was not published
+_SEEN_S = 0.1  # A request without pages of its own counts as part of its cache's load after this time.
+_STORED_S = 1.0  # The events of a computed prompt arrive in this time, or it was not published.
 
 
 class _Sent:
@@ -32,7 +32,7 @@ class _Sent:
 
 
 class _Place:
-    """A column's counts, in tokens."""
+    """A column's counts."""
 
     __slots__ = ("awaited", "column", "is_open", "load", "num_pending", "own", "reported", "unseen")
 
@@ -40,18 +40,19 @@ class _Place:
         self.column = column
         self.is_open = True
         self.load = CacheLoad()
-        self.own = 0  # of this router's pending requests
-        self.unseen = 0  # of these, of those that the cache's load does not include yet
-        self.reported = 0  # that the cache's load includes, of all routers
-        self.num_pending = 0  # of this router's requests
-        self.awaited: dict[int, list[_Sent]] = {}  # by the page that shows in the cache's events
+        self.own = 0  # tokens of this router's pending requests
+        self.unseen = 0  # tokens of this router's pending requests that the cache's load does not include yet
+        self.reported = 0  # tokens of all routers' requests, as the cache's load includes them
+        self.num_pending = 0  # number of this router's pending requests
+        self.awaited: dict[int, list[_Sent]] = {}  # page that shows in the cache's events -> requests
 
 
 class OpenRoutes:
     """A router's requests without a first token, and the pending tokens of each cache.
 
-    The pending tokens of a cache are those that it reports, of the requests of all routers that have a lease there, and
-    those of this router's requests that it cannot have reported yet. They are at least those of this router's requests.
+    The pending tokens of a cache are the tokens that it reports, of all routers' requests with a lease there, and the
+    tokens of this router's requests that it cannot have reported yet. They are at least as many as this router's own
+    pending tokens.
 
     Each request's pages are promised in the index while it is pending. If it was computed, they stay promised until the
     cache's events name them, one second at most. Nothing runs between calls: every call first ends what is too old.
@@ -69,9 +70,9 @@ class OpenRoutes:
         self._ttl_s = ttl_s
         self._clock = clock
         self._places: dict[int, _Place] = {}
-        self._by_age: deque[tuple[float, _Sent]] = deque()  # with the time at which each ends
-        self._to_see: deque[tuple[float, _Sent]] = deque()  # with the time at which each counts as seen
-        self._to_store: deque[tuple[float, _Sent]] = deque()  # with the time at which the promise of each ends
+        self._by_age: deque[tuple[float, _Sent]] = deque()  # (time of its end, request)
+        self._to_see: deque[tuple[float, _Sent]] = deque()  # (time at which it counts as seen, request)
+        self._to_store: deque[tuple[float, _Sent]] = deque()  # (time at which its promise ends, request)
 
     # ---------------------------------------------------------------- caches
 
@@ -85,7 +86,7 @@ class OpenRoutes:
         self._places.pop(column).is_open = False
 
     def note_load(self, column: int, load: CacheLoad, pages: Hashes) -> None:
-        """Note a cache's load, and the pages that came with it: requests with these pages are part of the load."""
+        """Note a cache's load, and the pages that came with it: requests with such pages are part of the load."""
         place = self._places[column]
         place.load = load
         place.reported = load.waiting_tokens + load.unpublished_tokens
@@ -174,7 +175,8 @@ class OpenRoutes:
         if not sent.is_promised:
             return
         sent.is_promised = False
-        hashes, sent.hashes = sent.hashes, _NONE  # the entry itself stays until its time is over
+        # The entry itself stays until its time is over, without the pages.
+        hashes, sent.hashes = sent.hashes, _NONE
         if not place.is_open:
             return
         self._index.withdraw(place.column, hashes)

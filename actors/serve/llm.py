@@ -77,7 +77,7 @@ def router_config(
     Args:
         caches: a pattern of the caches' names.
         model: the folder of the model, as `model_source` of `LLMConfig`.
-        engine_kwargs: those of `LLMConfig`: the router renders a chat as the engine does.
+        engine_kwargs: as in `LLMConfig`: the router renders a chat as the engine does.
         options: more arguments of `request_router_config` in `raydix.actors.serve.router`.
 
     Raises:
@@ -86,7 +86,7 @@ def router_config(
     of_tokens = {"model": model, "engine_kwargs": dict(engine_kwargs or {})}
     try:
         return request_router_config(caches, _TOKENS_OF, tokens_of_kwargs=of_tokens, **options)
-    except TypeError as error:  # an option of another name
+    except TypeError as error:  # an option with an unknown name
         raise InvalidRequest(str(error)) from error
 
 

@@ -27,8 +27,8 @@ _NAMESPACE_PARTS = ("extra_key", "lora_id", "cache_salt")
 class RequestPrompt(NamedTuple):
     """The prompt of a request."""
 
-    tokens: Any  # as `Fleet.route` takes them
-    namespace: dict[str, str | None]  # the keyword arguments of `Fleet.route`
+    tokens: Any  # the tokens for `Fleet.route`
+    namespace: dict[str, str | None]  # the keyword arguments for `Fleet.route`
 
 
 class PromptReader:
@@ -105,12 +105,14 @@ class PromptReader:
         is_late = True
         try:
             await asyncio.wait([waited], timeout=self.timeout_s)
-            is_late = not call.done()  # `waited` may be later, as this loop may be busy
+            is_late = not call.done()  # `waited` may end later, as this loop may be busy.
         finally:
-            if is_late and not call.cancel():  # it runs on; one that still waits for a thread is never made
+            # A call that runs goes on. A call that still waits for a thread is cancelled, and never made.
+            if is_late and not call.cancel():
                 self._late.append(call)
-            if not waited.cancel():  # it has ended
-                waited.exception()  # else asyncio logs it
+            # Once it has ended, its exception is read, so that asyncio does not log it.
+            if not waited.cancel():
+                waited.exception()
         if is_late:
             self._note(LATE, f"took more than {self.timeout_s:g} s")
             return None

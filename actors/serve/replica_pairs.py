@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from raydix.actors.fleet.membership import CachePlace
 
-CACHE_KEY, GPU_KEY = "raydix_cache", "raydix_gpu"  # of a replica's metadata
+CACHE_KEY, GPU_KEY = "raydix_cache", "raydix_gpu"  # keys of a replica's metadata
 
 
 class ReplicaPlace(NamedTuple):
     """Where a replica runs."""
 
     key: Hashable  # the replica's id
-    node_id: str | None  # as Ray gives it; None: not known
+    node_id: str | None  # Ray's id of the node; None: not known
     cache: str | None = None  # the name of the replica's cache; None: the replica gives none
-    gpu_uuid: str | None = None  # of the replica's card; None: the replica gives none
+    gpu_uuid: str | None = None  # the replica's card; None: the replica gives none
 
     @classmethod
     def of(cls, key: Hashable, node_id: str | None, metadata: Mapping[str, Any]) -> ReplicaPlace:
@@ -28,19 +28,19 @@ def caches_of(replica: ReplicaPlace, caches: Iterable[CachePlace]) -> list[str]:
     """Return the names of the caches that a replica may use.
 
     A replica that names its cache uses that one. A replica that names its GPU uses the caches on that card. Any other
-    replica uses the caches of its node: where these are several, the router cannot know which, and sends the requests
-    of each of them to all replicas of the node.
+    replica uses the caches of its node. If the node has several, the router cannot know which, and sends the requests
+    of each cache to all replicas of the node.
     """
     if replica.cache is not None:
-        return _names(each for each in caches if each.name == replica.cache)
-    here = [each for each in caches if each.node_id == replica.node_id]
-    same_card = _names(each for each in here if replica.gpu_uuid is not None and each.gpu_uuid == replica.gpu_uuid)
+        return _names(cache for cache in caches if cache.name == replica.cache)
+    here = [cache for cache in caches if cache.node_id == replica.node_id]
+    same_card = _names(cache for cache in here if replica.gpu_uuid is not None and cache.gpu_uuid == replica.gpu_uuid)
     return same_card or _names(here)
 
 
 def _names(caches: Iterable[CachePlace]) -> list[str]:
     """Return the names of caches, each once: the ranks of an engine have one name."""
-    return list(dict.fromkeys(each.name for each in caches))
+    return list(dict.fromkeys(cache.name for cache in caches))
 
 
 class ReplicaPairs:

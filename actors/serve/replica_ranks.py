@@ -19,9 +19,9 @@ from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, Replica
 
 logger = logging.getLogger(__name__)
 
-NO_CACHE = "no cache"  # why a request goes to the least loaded replica, as the causes of `PromptReader`
-_CONNECT_S = 5.0  # for one attempt to find the caches
-_LOG_S = 60.0  # between two lines with the counts
+NO_CACHE = "no cache"  # cause why a request goes to the least loaded replica; `PromptReader` has the others
+_CONNECT_S = 5.0  # time limit of one attempt to find the caches
+_LOG_S = 60.0  # time between two lines with the counts
 _running: weakref.WeakSet[ReplicaRanks] = weakref.WeakSet()
 
 
@@ -38,9 +38,9 @@ class Ranked(NamedTuple):
     """The replicas for a request, in groups: the best first. Within a group the least loaded is the best."""
 
     groups: list[list[Hashable]]
-    route: Route | None = None  # to the cache of the first group; None: all replicas are one group
+    route: Route | None = None  # the route to the cache of the first group; None: all replicas are one group
     prompt: RequestPrompt | None = None
-    has_no_prompt: bool = False  # it was read in vain, or refused
+    has_no_prompt: bool = False  # The prompt was read in vain, or refused.
 
 
 class ReplicaRanks:
@@ -145,7 +145,7 @@ class ReplicaRanks:
             return Ranked(least_loaded(keys), has_no_prompt=True)
         if self._has_pairs():
             prompt = earlier.prompt if earlier is not None and earlier.prompt else await self.reader.read(request)
-            if prompt is None:  # which the reader has counted
+            if prompt is None:  # The reader has counted it.
                 return Ranked(least_loaded(keys), has_no_prompt=True)
             if (ranked := await self._rank(prompt, keys, earlier and earlier.route)) is not None:
                 return ranked
@@ -169,7 +169,7 @@ class ReplicaRanks:
     async def _rank(self, prompt: RequestPrompt, keys: Sequence[Hashable], earlier: Route | None) -> Ranked | None:
         pairs = self._paired()
         assert self._fleet is not None and pairs is not None
-        if not pairs.by_cache:  # they were lost meanwhile
+        if not pairs.by_cache:  # The caches were lost meanwhile.
             return None
         among = None if pairs.cover_all else pairs.by_cache
         try:
@@ -188,7 +188,7 @@ class ReplicaRanks:
         return Ranked(groups, route, prompt)
 
     async def move(self, ranked: Ranked, caches: Sequence[str]) -> Route | None:
-        """Count a request at the best of these caches, in place of the cache of its route, which is cancelled.
+        """Count a request at the best of the given caches, in place of the cache of its route, which is cancelled.
 
         Returns:
             The route; None: none of the caches is alive.
@@ -239,7 +239,7 @@ async def _end(connecting: asyncio.Task[None], fleet: Fleet | None) -> None:
 
 
 def running_routers() -> list[ReplicaRanks]:
-    """Return those of this process, to read their `stats`: one for each deployment that it calls by a handle."""
+    """Return the routers of this process, to read their `stats`: one for each deployment that it calls by a handle."""
     return list(_running)
 
 

@@ -7,8 +7,8 @@
     @serve.deployment(num_replicas=4, request_router_config=router)
     class Model: ...
 
-A router runs in each process that calls the deployment by a handle; `running_routers` lists those of a process. Needs
-Ray 2.60 or later.
+A router runs in each process that calls the deployment by a handle; `running_routers` lists the routers of a process.
+Needs Ray 2.60 or later.
 
 Serve copies the names of this module into such a process, by value. So state that a process shares lies elsewhere.
 """
@@ -50,9 +50,9 @@ __all__ = ["RaydixRequestRouter", "request_router_config", "running_routers"]
 logger = logging.getLogger(__name__)
 
 _NAME = "raydix.actors.serve.router.RaydixRequestRouter"
-_CLOSE_S = 5.0  # for the goodbyes to the caches at the exit of a process
+_CLOSE_S = 5.0  # time limit of the goodbyes to the caches at the exit of a process
 _SENT = "raydix_sent"  # the attribute of a pending request that keeps its `SentRequest`
-_RANKED = "raydix_ranked"  # and the one that keeps how it was ranked last
+_RANKED = "raydix_ranked"  # the attribute of a pending request that keeps how it was ranked last
 
 
 class RaydixRequestRouter(RequestRouter):
@@ -64,11 +64,11 @@ class RaydixRequestRouter(RequestRouter):
     capacity or gone, the request goes to the replicas of the next best cache. A replica without a cache comes last.
 
     A request counts at its cache until its caller takes the first streamed item, it is answered or cancelled, it fails,
-    or its replica dies; `RouteConfig.promise_ttl_s` at most. Where Serve gives the router no sign of these
+    or its replica dies; `RouteConfig.promise_ttl_s` at most. Where Serve gives the router no such sign
     (`handle.choose_replica`, Ray Client), it counts for that time.
 
     A request without tokens goes to the least loaded replica, and so does every request while no cache with a replica
-    is alive. `stats` has the number of these, by cause. The counts are logged once a minute, if they have changed.
+    is alive. `stats` counts such requests by cause. The counts are logged once a minute, if they have changed.
     Neither the locality of Serve's default router nor its placement of multiplexed models is heeded.
     """
 
@@ -86,8 +86,9 @@ class RaydixRequestRouter(RequestRouter):
             self._fault = error
             logger.error("every request of %s fails: %s", self._deployment_id, error)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: defaultdict[ReplicaID, set[SentRequest]] = defaultdict(set)  # by the replica that has the request
-        self._called: weakref.WeakValueDictionary[str, SentRequest] = weakref.WeakValueDictionary()  # by Serve's id
+        self._open: defaultdict[ReplicaID, set[SentRequest]] = defaultdict(set)  # replica -> requests that it has
+        # Serve's id -> request
+        self._called: weakref.WeakValueDictionary[str, SentRequest] = weakref.WeakValueDictionary()
         self._moves: set[asyncio.Task[None]] = set()
 
     # ---------------------------------------------------------------- replicas
@@ -105,9 +106,10 @@ class RaydixRequestRouter(RequestRouter):
             self._loop = asyncio.get_running_loop()
             close = weakref.finalize(self, _begin_close, self._loop, self._ranks)
             close.atexit = False
-            atexit.register(_close_at_exit, self._loop, weakref.ref(self._ranks))  # before Ray ends
+            # It is called before Ray ends.
+            atexit.register(_close_at_exit, self._loop, weakref.ref(self._ranks))
         self._ranks.set_replicas(
-            [ReplicaPlace.of(each.replica_id, each.node_id, each.replica_metadata) for each in replicas]
+            [ReplicaPlace.of(replica.replica_id, replica.node_id, replica.replica_metadata) for replica in replicas]
         )
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -122,16 +124,17 @@ class RaydixRequestRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the replicas for a request in groups, the best first. Serve takes the least loaded of a group."""
-        replicas = {each.replica_id: each for each in candidate_replicas}
+        replicas = {replica.replica_id: replica for replica in candidate_replicas}
         if pending_request is None:
             return [list(replicas.values())]
         if self._ranks is None:
             assert self._fault is not None, "without ranks there is a fault"
             if not pending_request.future.done():
                 pending_request.future.set_exception(self._fault)
-            return [list(replicas.values())]  # Serve asks again without a pause if there are none
+            # Serve asks again without a pause if it gets none.
+            return [list(replicas.values())]
         earlier: SentRequest | None = getattr(pending_request, _SENT, None)
-        if earlier is not None:  # a replica was at capacity
+        if earlier is not None:  # A replica was at capacity.
             earlier.end(computed=False)
         ranked = await self._ranks.rank(pending_request, list(replicas), getattr(pending_request, _RANKED, None))
         setattr(pending_request, _RANKED, ranked)

@@ -26,10 +26,10 @@ class SentRequest:
 
     def __init__(self, ranked: Ranked, earlier: SentRequest | None = None) -> None:
         self.ranked = ranked
-        self._calls: int = 0  # of this attempt, not completed yet
+        self._calls: int = 0  # calls of this attempt that are not completed yet
         self._earlier_calls: int = 0 if earlier is None else earlier._earlier_calls + earlier._calls
         self._route = ranked.route
-        self._computed: bool | None = None  # None: it is open
+        self._computed: bool | None = None  # None: the route is open
         self._lost: weakref.finalize[..., Any] | None = None
 
     def watch(self, request: Any, call: Callable[[Callable[[bool], None], bool], None]) -> None:

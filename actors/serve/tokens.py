@@ -13,7 +13,7 @@ def token_ids(request: Any) -> tuple[Any, CacheNamespace] | None:
     """Return the token ids of a call such as `handle.generate.remote(token_ids, lora_id=...)`, and its namespace.
 
     The ids are the argument `token_ids`, or the first positional argument: a list, an array or a `TokenIds`. The
-    namespace is that of the arguments `extra_key`, `lora_id` and `cache_salt`. A first argument that is a dict, such as
+    namespace is made of the arguments `extra_key`, `lora_id` and `cache_salt`. A first argument that is a dict, such as
     a JSON body that was read already, is taken as arguments.
 
     An HTTP request that comes from Serve's proxy gives None: the proxy chooses the replica before it reads the body.

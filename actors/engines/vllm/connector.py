@@ -5,7 +5,7 @@
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"cache": "kv-0"}}'
 
 `raydix start --for vllm MODEL` starts a cache that fits, and prints this line. The settings in
-`kv_connector_extra_config` are those of `raydix.actors.engines.settings.EngineSettings`.
+`kv_connector_extra_config` are the fields of `raydix.actors.engines.settings.EngineSettings`.
 
 vLLM makes one connector in its scheduler (S) and one in each worker (W), and calls both once or more in every step:
 
@@ -22,7 +22,7 @@ vLLM makes one connector in its scheduler (S) and one in each worker (W), and ca
 | `save_kv_layer` | W | a layer's KV may be saved | nothing: whole blocks of all layers are saved together |
 | `wait_for_save` | W | the saves of the step are submitted | lets the copy thread read the blocks of the step |
 | `get_finished` | W | saves and loads that have ended | each once, finished or failed |
-| `get_block_ids_with_load_errors` | W | blocks of failed loads | those, in the step that reports the load |
+| `get_block_ids_with_load_errors` | W | blocks of failed loads | the blocks, in the step that reports the load |
 | `build_connector_worker_meta` | W | the message to the scheduler | saved lengths, refusals, failures, weights |
 | `update_connector_output` | S | read the workers' messages | updates what each request can load and must save |
 | `request_finished` | S | whether the blocks are held | ends the lease; holds blocks until they are saved |
@@ -91,7 +91,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.raydix")
 
-_START_S = 20.0  # for the first attempt to reach the cache; without an answer the engine starts all the same
+# Time limit of the first attempt to reach the cache. Without an answer the engine starts all the same.
+_START_S = 20.0
 
 
 class RaydixPlan(KVConnectorMetadata):
@@ -269,7 +270,7 @@ class RaydixConnector(KVConnectorBase_V1):
             lora.lora_name if lora else None,
             lora.lora_path if lora else None,
             request.cache_salt,
-            [(each.identifier, each.mm_position.offset) for each in request.mm_features],
+            [(feature.identifier, feature.mm_position.offset) for feature in request.mm_features],
         )
         self._requests[request.request_id] = request
         self._scheduler.add_request(request.request_id, partial(_read_tokens, request), namespace)
@@ -376,7 +377,7 @@ class RaydixConnector(KVConnectorBase_V1):
         self._worker.end_step(is_idle=self._plan.is_idle)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests with saves that have ended, and those with loads that have."""
+        """Return the requests with saves that have ended, and the requests with loads that have ended."""
         saved, loaded, self._failed_blocks = self._worker.take_results()
         return saved, loaded
 

@@ -26,7 +26,7 @@ from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.engines import CacheNamespace, namespace_of
 from raydix.schemas import InvalidRequest
 
-_CONNECTOR = ("kv_transfer_config", "kv_events_config")  # of the engine, not of its tokenizer
+_CONNECTOR = ("kv_transfer_config", "kv_events_config")  # engine arguments that its tokenizer does not need
 
 
 class ChatTokens:
@@ -46,16 +46,16 @@ class ChatTokens:
 
         Args:
             model: the folder of the model, as `model_source` of `LLMConfig`.
-            engine_kwargs: as `engine_kwargs` of `LLMConfig`, with those of vLLM's frontend, such as `chat_template`.
+            engine_kwargs: as in `LLMConfig`, with arguments of vLLM's frontend, such as `chat_template`.
 
         Raises:
             InvalidRequest: vLLM has no argument of such a name.
         """
-        if not current_platform.device_type:  # this process sees no GPU; it computes nothing
+        if not current_platform.device_type:  # This process sees no GPU; it computes nothing.
             current_platform.device_type = "cpu"
         given = {name: value for name, value in (engine_kwargs or {}).items() if name not in _CONNECTOR}
-        of_engine = {each.name for each in fields(AsyncEngineArgs)}
-        of_frontend = {each.name for each in fields(FrontendArgs)}
+        of_engine = {field.name for field in fields(AsyncEngineArgs)}
+        of_frontend = {field.name for field in fields(FrontendArgs)}
         if unknown := sorted(given.keys() - of_engine - of_frontend):
             raise InvalidRequest(f"engine_kwargs must be arguments of vLLM, and {', '.join(unknown)} are none")
         engine = {name: value for name, value in given.items() if name not in of_frontend}
