@@ -26,6 +26,7 @@ from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.worker_side import WorkerSide
 from raydix.schemas import (
     AdoptRequest,
+    CacheUnavailable,
     ConfigMismatch,
     ExtendRequest,
     InsertRequest,
@@ -120,6 +121,27 @@ def test_ranks_promise_what_all_of_them_hold(make_caches: MakeCaches) -> None:
     assert 0 < request.num_hit < 128
     assert request.num_hit == 64
     assert other.run(prompt).num_hit == 128
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_look_up_that_fails_at_one_rank_leaves_no_lease_at_the_other(
+    make_caches: MakeCaches, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    caches = make_caches(2)
+    engine, (prompt,) = caches.make_engine(), prompts(1, 128)
+    engine.run(prompt)
+    other = 1 - failing
+    wait_until(lambda: caches.stats(other).open_leases == 0)
+
+    async def fail(*args: Any, **options: Any) -> Any:
+        while not (await caches.caches[other].stats()).open_leases:  # noqa: ASYNC110 -- there is no event for it
+            await asyncio.sleep(0.001)
+        raise CacheUnavailable("lost")
+
+    monkeypatch.setattr(engine.links[failing].client, "lock", fail)
+
+    assert engine.run(prompt).num_hit == 0
+    wait_until(lambda: caches.stats(other).lock_latency.count == 2)  # `check_ends` sees that its lease ends
 
 
 def test_namespaces_share_nothing(make_caches: MakeCaches) -> None:
