@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from raydix.actors.client.lease import Lease
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.client.protocols import LeaseClient
-from raydix.actors.transport.validation import checked_namespace, checked_tokens, make_request
-from raydix.schemas import AcquireRequest, CacheBusy, CacheError, InvalidRequest, LeaseGrant, PoolExhausted
+from raydix.actors.client.shared_acquire import SharedAcquire
+from raydix.schemas import CacheBusy, CacheError, InvalidRequest, LeaseGrant, PoolExhausted
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,11 @@ async def acquire_ranks(
         InvalidRequest: an argument is wrong, `clients` is empty or names a client twice, or the page sizes differ.
     """
     ranks = _checked_clients(clients)
-    packed = checked_tokens(tokens)
-    # This request carries the checked arguments. It is never sent: each client makes its own.
-    request = make_request(
-        AcquireRequest,
-        lease_id="ranks",
-        tokens=packed,
-        namespace=checked_namespace(extra_key, lora_id, cache_salt),
+    shared = SharedAcquire(
+        tokens,
+        extra_key=extra_key,
+        lora_id=lora_id,
+        cache_salt=cache_salt,
         new_tokens=new_tokens,
         max_prefix_len=max_prefix_len,
         priority=priority,
@@ -86,12 +84,11 @@ async def acquire_ranks(
         boundary_state=boundary_state,
     )
     await _gather(client.open() for client in ranks)
-    if (time_s := request.timeout_s) is None:
+    if (time_s := shared.request.timeout_s) is None:
         time_s = ranks[0].session.config.leases.acquire_timeout_s
     now = asyncio.get_running_loop().time
     deadline = now() + time_s
-    namespace = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
-    attempts = _Attempts(ranks, request, namespace)
+    attempts = _Attempts(ranks, shared)
     while True:
         pause_s = uniform(_MIN_PAUSE_S, _MAX_PAUSE_S)
         try:
@@ -161,19 +158,14 @@ class _Attempts:
 
     Args:
         clients: one per rank.
-        request: the arguments for each rank; it has the limit of the prefix in the first attempt.
-        namespace: the parts of the namespace, as arguments of a verb.
+        shared: the arguments for each rank; it has the limit of the prefix in the first attempt.
     """
 
-    def __init__(
-        self, clients: list[PrefixCacheClient], request: AcquireRequest, namespace: dict[str, str | None]
-    ) -> None:
+    def __init__(self, clients: list[PrefixCacheClient], shared: SharedAcquire) -> None:
         self._clients = clients
-        self._request = request
-        self._namespace = namespace
-        limit = request.max_prefix_len
+        self._shared = shared
         # Each rank that has lost a part of its prefix lowers this limit.
-        self._limit = len(request.tokens) if limit is None else limit
+        self._limit = shared.max_prefix_len
 
     async def run(self, timeout_s: float) -> list[Lease] | None:
         """Return a lease of each rank, all with the same prefix; None if a rank had lost a part of it.
@@ -187,9 +179,9 @@ class _Attempts:
         limit = min(self._limit, *await _gather(self._match(client) for client in self._clients))
         _check_page_sizes(self._clients)
         first_client, *other_clients = self._clients
-        first = await self._acquire(first_client, limit, timeout_s)
+        first = await self._shared.send(first_client, max_prefix_len=limit, timeout_s=timeout_s)
         # The first may have rounded the limit down to a whole page, or may have evicted some of the prefix.
-        take = partial(self._acquire, limit=first.prefix_len, timeout_s=0.0)
+        take = partial(self._shared.send, max_prefix_len=first.prefix_len, timeout_s=0.0)
         leases = await lease_ranks(other_clients, take, held=[first])
         self._limit = min(lease.prefix_len for lease in leases)
         if self._limit == first.prefix_len:
@@ -198,20 +190,7 @@ class _Attempts:
         return None
 
     async def _match(self, client: PrefixCacheClient) -> int:
-        return (await client.match(self._request.tokens, **self._namespace)).prefix_len
-
-    async def _acquire(self, client: PrefixCacheClient, limit: int, timeout_s: float) -> Lease:
-        request = self._request
-        return await client.acquire(
-            request.tokens,
-            **self._namespace,
-            new_tokens=request.new_tokens,
-            max_prefix_len=limit,
-            priority=request.priority,
-            timeout_s=timeout_s,
-            resumed=request.resumed,
-            boundary_state=request.boundary_state,
-        )
+        return (await client.match(self._shared.request.tokens, **self._shared.namespace)).prefix_len
 
 
 def _checked_clients(clients: Any) -> list[PrefixCacheClient]:

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from raydix.actors.client.lease import Lease, make_pending
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
+from raydix.actors.client.shared_acquire import SharedAcquire
 from raydix.actors.fleet.cache_directory import CacheDirectory, directory_of
 from raydix.actors.fleet.cost import MAX_ALL
 from raydix.actors.fleet.fleet_report import explain_route, fleet_stats
@@ -16,10 +17,9 @@ from raydix.actors.fleet.members import FleetMembers
 from raydix.actors.fleet.membership import CachePlace
 from raydix.actors.fleet.route import Route
 from raydix.actors.fleet.route_chooser import Prompt, RouteChooser
-from raydix.actors.transport.validation import checked_namespace, checked_seconds, checked_tokens, make_request
+from raydix.actors.transport.validation import checked_namespace, checked_seconds, checked_tokens
 from raydix.cache_core import PageIndex
 from raydix.schemas import (
-    AcquireRequest,
     CacheBusy,
     CacheError,
     CacheUnavailable,
@@ -251,13 +251,11 @@ class Fleet:
             CacheUnavailable: no cache has answered, or none was alive for `timeout_s` of `connect_fleet`.
             InvalidRequest: an argument is wrong, or all caches are of ranks; the message says which and why.
         """
-        packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
-        # This request carries the checked arguments. It is never sent: each client makes its own.
-        request = make_request(
-            AcquireRequest,
-            lease_id="fleet",
-            tokens=packed,
-            namespace=namespace,
+        shared = SharedAcquire(
+            tokens,
+            extra_key=extra_key,
+            lora_id=lora_id,
+            cache_salt=cache_salt,
             new_tokens=new_tokens,
             max_prefix_len=max_prefix_len,
             priority=priority,
@@ -266,12 +264,11 @@ class Fleet:
             boundary_state=boundary_state,
         )
         await self.members.wait_alive()
-        names = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
-        prompt = self.chooser.prompt_of(packed, namespace)
+        prompt = self.chooser.prompt_of(shared.request.tokens, shared.request.namespace)
         deadline = self.members.loop.time() + self._timeout_s
         while True:
             try:
-                lease = await self._acquire_anywhere(prompt, request, names)
+                lease = await self._acquire_anywhere(prompt, shared)
                 break
             except CacheUnavailable:
                 # All caches may have been lost meanwhile; then the request waits for one that comes back.
@@ -281,16 +278,17 @@ class Fleet:
         lease.remember_packed(tokens)
         return lease
 
-    async def _acquire_anywhere(self, prompt: Prompt, request: AcquireRequest, names: dict[str, str | None]) -> Lease:
+    async def _acquire_anywhere(self, prompt: Prompt, shared: SharedAcquire) -> Lease:
         """Ask one cache after the other, the best first, without waiting; then wait at the best."""
         failed: CacheError | None = None
         hopeless: set[str] = set()
-        for waits in (False, True) if request.timeout_s != 0 else (False,):
+        timeout_s = shared.request.timeout_s
+        for waits in (False, True) if timeout_s != 0 else (False,):
             tried = set(hopeless)
             while len(tried) < MAX_ALL and (columns := self._single_columns(tried)):
                 route = self.chooser.send(prompt, columns)
                 try:
-                    return await self._acquire_at(route, request, names, request.timeout_s if waits else 0.0)
+                    return await self._acquire_at(route, shared, timeout_s if waits else 0.0)
                 except CacheUnavailable as error:
                     failed = failed or error
                 except (PoolExhausted, CacheBusy) as error:
@@ -307,23 +305,12 @@ class Fleet:
             )
         raise failed or CacheUnavailable(f"no cache of {self.members.directory} is alive")
 
-    async def _acquire_at(
-        self, route: Route, request: AcquireRequest, names: dict[str, str | None], timeout_s: float | None
-    ) -> Lease:
+    async def _acquire_at(self, route: Route, shared: SharedAcquire, timeout_s: float | None) -> Lease:
         """Acquire a lease at a route's cache; the route ends with it. If the cache refuses, the route has ended."""
         member = self.members.by_name[route.cache]
         (feed,) = member.feeds
         try:
-            lease = await feed.client.acquire(
-                request.tokens,
-                **names,
-                new_tokens=request.new_tokens,
-                max_prefix_len=request.max_prefix_len,
-                priority=request.priority,
-                timeout_s=timeout_s,
-                resumed=request.resumed,
-                boundary_state=request.boundary_state,
-            )
+            lease = await shared.send(feed.client, max_prefix_len=shared.request.max_prefix_len, timeout_s=timeout_s)
         except BaseException as error:
             route.cancel()
             if isinstance(error, (PoolExhausted, CacheBusy, CacheUnavailable)):
@@ -331,8 +318,9 @@ class Fleet:
             if isinstance(error, CacheUnavailable):
                 feed.note_unavailable(error)
             raise
-        member.missed_tokens += max(0, min(route.prefix_len, _limit(request)) - lease.prefix_len)
-        whole = len(request.tokens) // feed.client.config.page_size * feed.client.config.page_size
+        member.missed_tokens += max(0, min(route.prefix_len, shared.max_prefix_len) - lease.prefix_len)
+        page_size = feed.client.config.page_size
+        whole = len(shared.request.tokens) // page_size * page_size
         lease.on_change = partial(_note_lease, lease, route, whole)
         return lease
 
@@ -385,10 +373,6 @@ def _checked_names(among: Any) -> Collection[str]:
     if wrong := [name for name in among if not isinstance(name, str)]:
         raise InvalidRequest(f"among must have names of caches, not {brief(wrong[0])}")
     return among
-
-
-def _limit(request: AcquireRequest) -> int:
-    return len(request.tokens) if request.max_prefix_len is None else request.max_prefix_len
 
 
 def _note_lease(lease: Lease, route: Route, whole: int) -> None:
