@@ -420,6 +420,43 @@ async def test_cancelled_while_it_releases_it_leaves_nothing(ranks: Ranks, monke
         assert await ranks[0].pages() == Pages(free=8)
 
 
+# ---------------------------------------------------------------- more than two ranks
+
+
+@pytest.fixture
+async def three_ranks() -> AsyncIterator[list[CacheUnderTest]]:
+    """Three empty caches of eight slots each, with pages of one token."""
+    caches = [CacheUnderTest.reached("local", radix_of(8), None) for _ in range(3)]
+    yield caches
+    for cache in caches:
+        await cache.close()
+
+
+async def test_all_caches_but_the_first_are_asked_concurrently(three_ranks: list[CacheUnderTest], steps: Steps) -> None:
+    clients = [rank.client for rank in three_ranks]
+    for rank, length in zip(three_ranks, (4, 2, 3), strict=True):
+        await rank.publish(*range(length))
+    both_are_asked = asyncio.Barrier(2)
+    for client in clients[1:]:
+        steps.before(client, "acquire", both_are_asked.wait)
+
+    leases = await asyncio.wait_for(acquire_ranks(clients, range(5), timeout_s=0), 300)
+
+    assert [(lease.client, lease.prefix_len) for lease in leases] == [(client, 2) for client in clients]
+    await release_all(leases)
+
+
+@pytest.mark.parametrize("full", range(3))
+async def test_one_full_rank_of_three_refuses_for_all(three_ranks: list[CacheUnderTest], full: int) -> None:
+    clients = [rank.client for rank in three_ranks]
+    for _ in range(10):
+        async with clients[full].acquire([9] * 8):
+            with pytest.raises(PoolExhausted):
+                await acquire_ranks(clients, [1, 2], timeout_s=0)
+            for rank in three_ranks:  # a request on its way is cancelled, and its lease ends in the background
+                await rank.until(lambda stats, rank=rank: stats.open_leases == (rank is three_ranks[full]))  # type: ignore[misc]
+
+
 # ---------------------------------------------------------------- locks of all ranks
 
 
