@@ -5,9 +5,9 @@ Names are loaded when they are first used: importing this package imports neithe
 The folders, from the ground up:
 
     metrics       counts as metrics of Ray, buckets of histograms, a dashboard for Grafana
+    observe       counts and records of a running cache: history, ghost curve, recordings of traffic and their format
     transport     how messages travel: Ray calls, a Unix socket, mapped memory; checks of messages and arguments
     sessions      clients' sessions: owners, offers, deaths, the wait queue, admission
-    observe       counts and records of a running cache: history, ghost curve, recordings of traffic and their format
     service       the cache actor, the dispatch of requests, the background tasks
     cluster       caches in a Ray cluster: start, place, find and configure them
     client        `PrefixCacheClient`, its leases, the mapped pool, the plain form for threads

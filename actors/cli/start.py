@@ -151,9 +151,9 @@ def start(
     there = set(cache_names(namespace))
     started = []
     for number in range(count or (num_gpus() if on_gpu else 1)):
-        each = f"{settings.name}-{number}"
-        facts = start_one(settings.config, each, namespace, on_gpu, worker_cpus, timeout_s)
-        started.append(facts | {"reused": each in there})
+        cache = f"{settings.name}-{number}"
+        facts = start_one(settings.config, cache, namespace, on_gpu, worker_cpus, timeout_s)
+        started.append(facts | {"reused": cache in there})
     show(started, as_json, lambda: _report(started, namespace))
 
 
@@ -165,6 +165,6 @@ def _report(started: list[dict[str, Any]], namespace: str) -> Group:
         f"connect:  async with PrefixCacheClient({cache}) as client: ...",
         f"worker:   Worker.options({on_gpu}scheduling_strategy=beside({cache})).remote({cache})",
         f"watch:    raydix stats {first} --watch",
-        f"end:      raydix stop {' '.join(each['name'] for each in started)}",
+        f"end:      raydix stop {' '.join(facts['name'] for facts in started)}",
     )
     return Group(table_of_started(started), Text("\n".join(lines)))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ENGINES = ("vllm",)
 _NAME = "kv-0"
-_NAMES = "kv"  # of several nodes: kv-0, kv-1, ...
+_NAMES = "kv"  # kv-0, kv-1, ... on several nodes
 _LEFT = 0.1  # share of a node's free memory that pools leave to other programs
 _SHORT_ID = 8  # characters of a node's id, as tables show it
 _CONNECT_S = 60.0
@@ -127,12 +127,12 @@ def start_for_engine(
     on_gpu = not in_memory and num_gpus() > 0
     for engine, node_id in zip(engines, nodes, strict=True):
         if node_id is not None:
-            _check_memory(settings.config, [each for each in names[engine] if each not in there], node_id)
+            _check_memory(settings.config, [cache for cache in names[engine] if cache not in there], node_id)
     started = []
     for engine, node_id in zip(engines, nodes, strict=True):
-        for each in names[engine]:
-            facts = start_one(settings.config, each, namespace, on_gpu, worker_cpus, timeout_s, node_id)
-            started.append(facts | {"reused": each in there})
+        for cache in names[engine]:
+            facts = start_one(settings.config, cache, namespace, on_gpu, worker_cpus, timeout_s, node_id)
+            started.append(facts | {"reused": cache in there})
     connector: dict[str, Any] = {"cache": engines[0]}
     if address and address != "auto":
         connector["ray_address"] = address
@@ -226,12 +226,12 @@ def _check_memory(config: CacheConfig, names: list[str], node_id: str) -> None:
     from raydix.actors.cluster.placement import free_memory
     from raydix.actors.transport.pool_shapes import layout_of
 
-    each = layout_of(config).num_bytes
+    num_bytes = layout_of(config).num_bytes
     free = free_memory(node_id)
-    if len(names) * each > (1 - _LEFT) * free:
-        pools = f"{counted(len(names), 'pool')} of {byte_size(each)}"
+    if len(names) * num_bytes > (1 - _LEFT) * free:
+        pools = f"{counted(len(names), 'pool')} of {byte_size(num_bytes)}"
         raise CommandError(
-            f"{pools} need {byte_size(len(names) * each)}, and node {node_id[:_SHORT_ID]} has {byte_size(free)} free, "
+            f"{pools} need {byte_size(len(names) * num_bytes)}, and node {node_id[:_SHORT_ID]} has {byte_size(free)} free, "
             f"a tenth of which is left to other programs",
             "a smaller --capacity, which is of each rank",
         )
@@ -252,29 +252,29 @@ def _check_names(
     from raydix.actors.cluster.deploy import connect
 
     for engine, of_ranks in names.items():
-        for each in of_ranks:
+        for cache in of_ranks:
             try:
-                check_cache_name(each)
+                check_cache_name(cache)
             except ValueError as error:
                 raise CommandError(f"the name of a cache {error}", "a shorter --name", USAGE) from None
         ranks = re.compile(rf"{re.escape(engine)}(-tp\d+)?")
-        if others := [each for each in there if ranks.fullmatch(each) and each not in of_ranks]:
+        if others := [cache for cache in there if ranks.fullmatch(cache) and cache not in of_ranks]:
             raise CommandError(
                 f"the caches of {engine!r} would be {', '.join(of_ranks)}, but {', '.join(others)} runs: an engine "
                 "with another number of ranks has that name",
                 f"another --name, or raydix stop {' '.join(others)}",
             )
-        for each in of_ranks:
-            if each in there:
-                connect(each, namespace=namespace, config=settings.config, timeout_s=timeout_s or _CONNECT_S)
+        for cache in of_ranks:
+            if cache in there:
+                connect(cache, namespace=namespace, config=settings.config, timeout_s=timeout_s or _CONNECT_S)
 
 
 def _report(result: dict[str, Any], options: EngineOptions) -> Group:
     started = result["caches"]
     words = [f"{name}={value}" for name, value in result["environment"].items()]
-    words += [shlex.quote(each) for each in result["command"]]
-    names = " ".join(each["name"] for each in started)
-    num_bytes = sum(each["num_bytes"] for each in started)
+    words += [shlex.quote(word) for word in result["command"]]
+    names = " ".join(cache["name"] for cache in started)
+    num_bytes = sum(cache["num_bytes"] for cache in started)
     facts = f"blocks of {counted(result['block_size'], 'token')}, "
     facts += f"{counted(result['token_bytes'], 'byte')} a token on each rank"
     if len(started) > 1:
@@ -285,10 +285,11 @@ def _report(result: dict[str, Any], options: EngineOptions) -> Group:
         f"watch:    raydix stats {started[0]['name']} --watch",
         f"end:      raydix stop {names}",
     ]
-    if result["environment"] and (found := [each for each in _TOKEN_VARIABLES if each in os.environ]):
+    if result["environment"] and (found := [name for name in _TOKEN_VARIABLES if name in os.environ]):
         lines.append(f"note:     the engine needs {' and '.join(found)} as well, as in this shell")
-    for engine, each in zip(result["engines"][1:], started[:: len(started) // len(result["engines"])][1:], strict=True):
-        lines.append(f"note:     on node {each['node_id'][:_SHORT_ID]}, the engine's cache is {engine!r}")
+    first_ranks = started[:: len(started) // len(result["engines"])]
+    for engine, cache in list(zip(result["engines"], first_ranks, strict=True))[1:]:
+        lines.append(f"note:     on node {cache['node_id'][:_SHORT_ID]}, the engine's cache is {engine!r}")
     if not result["reads"]:
         lines.append("note:     vLLM switches its prefix caching off for this model: the engine loads no KV")
     return Group(table_of_started(started), Text("\n".join(lines)))

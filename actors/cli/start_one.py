@@ -72,13 +72,13 @@ def start_one(
 def table_of_started(started: list[dict[str, Any]]) -> Group:
     """Return a table of the facts of caches; `reused` says whether each ran already. Warnings follow."""
     table = table_of("cache", "device", "node", ">slots", ">pool", "")
-    for each in started:
+    for facts in started:
         table.add_row(
-            each["name"],
-            each["device"],
-            each["node_id"][:8],
-            f"{each['num_slots']:,}",
-            byte_size(each["num_bytes"]) if each["num_bytes"] else NONE,
-            "ran already" if each["reused"] else "started",
+            facts["name"],
+            facts["device"],
+            facts["node_id"][:8],
+            f"{facts['num_slots']:,}",
+            byte_size(facts["num_bytes"]) if facts["num_bytes"] else NONE,
+            "ran already" if facts["reused"] else "started",
         )
-    return Group(table, *(f"warning: {each['name']}: {text}" for each in started for text in each["findings"]))
+    return Group(table, *(f"warning: {facts['name']}: {text}" for facts in started for text in facts["findings"]))

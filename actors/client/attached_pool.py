@@ -238,8 +238,8 @@ class AttachedPool:
         if out is not None:
             if not isinstance(out, (tuple, list)) or len(out) != 2:
                 raise InvalidRequest("out must be two tensors, of K and of V")
-            for each in out:
-                _check_values(each)
+            for tensor in out:
+                _check_values(tensor)
         try:
             return pool.gather(self._checked_layer(layer), slots, out)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -421,8 +421,8 @@ def _check_values(given: torch.Tensor) -> None:
 
 
 def _check_dense(*given: torch.Tensor) -> None:
-    for each in given:
-        if each.layout is not torch.strided or each.is_nested or each.is_quantized or each.is_meta:
+    for tensor in given:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
             raise InvalidRequest("slots, K and V must be dense tensors that have values")
 
 

@@ -106,7 +106,7 @@ def check_layers(specs: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequest: a layer's KV cannot be served; the message names its group and the layer.
     """
-    kinds = list(dict.fromkeys(type(each) for each in specs.values()))
+    kinds = list(dict.fromkeys(type(spec) for spec in specs.values()))
     for layer, spec in specs.items():
         _check_spec(kinds.index(type(spec)), layer, spec)
 

@@ -87,9 +87,9 @@ FOLDERS = {
     "cache_core": ["kernels", "tree", "eviction", "pool", "components", "radix", "leases", "rows"],
     "actors": [
         "metrics",
+        "observe",
         "transport",
         "sessions",
-        "observe",
         "service",
         "cluster",
         "client",
