@@ -231,8 +231,8 @@ def _check_memory(config: CacheConfig, names: list[str], node_id: str) -> None:
     if len(names) * num_bytes > (1 - _LEFT) * free:
         pools = f"{counted(len(names), 'pool')} of {byte_size(num_bytes)}"
         raise CommandError(
-            f"{pools} need {byte_size(len(names) * num_bytes)}, and node {node_id[:_SHORT_ID]} has {byte_size(free)} free, "
-            f"a tenth of which is left to other programs",
+            f"{pools} need {byte_size(len(names) * num_bytes)}, and node {node_id[:_SHORT_ID]} has {byte_size(free)} "
+            "free, a tenth of which is left to other programs",
             "a smaller --capacity, which is of each rank",
         )
 
