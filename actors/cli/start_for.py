@@ -14,6 +14,7 @@ from rich.console import Group
 from rich.text import Text
 
 from raydix.actors.cli.cluster import cache_names, join
+from raydix.actors.cli.engine_nodes import SHORT_ID, check_memory, check_no_node_is_named, choose_nodes
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import show
 from raydix.actors.cli.start_one import start_one, table_of_started
@@ -26,13 +27,10 @@ if TYPE_CHECKING:
     from raydix.actors.cluster.settings import Settings
     from raydix.actors.engines.engine_kv import EngineKV
     from raydix.actors.engines.vllm.cache import EngineOptions
-    from raydix.schemas import CacheConfig
 
 _ENGINES = ("vllm",)
 _NAME = "kv-0"
 _NAMES = "kv"  # kv-0, kv-1, ... on several nodes
-_LEFT = 0.1  # share of a node's free memory that pools leave to other programs
-_SHORT_ID = 8  # characters of a node's id, as tables show it
 _CONNECT_S = 60.0
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -116,18 +114,22 @@ def start_for_engine(
         raise CommandError(str(error), "vllm serve with the same model and options shows more") from error
     settings = _settings_for(kvs[0], capacity, wishes, file, given, name)
     in_memory = not settings.config.pool.may_lie_on_gpu
-    nodes = _nodes(wishes, in_memory)
+    if not in_memory:
+        check_no_node_is_named(wishes.node, wishes.every_gpu_node)
+    nodes: list[str] | list[None] = _nodes(wishes) if in_memory else [None]
     engines = [settings.name] if not wishes.every_gpu_node else [f"{settings.name}-{at}" for at in range(len(nodes))]
     names = {engine: _names_of_ranks(engine, len(kvs)) for engine in engines}
     there = cache_names(namespace)
     _check_names(settings, names, there, namespace, timeout_s)
 
-    from raydix.actors.cluster.placement import num_gpus
+    from raydix.actors.cluster.placement import free_memory, num_gpus
+    from raydix.actors.transport.pool_shapes import layout_of
 
     on_gpu = not in_memory and num_gpus() > 0
     for engine, node_id in zip(engines, nodes, strict=True):
         if node_id is not None:
-            _check_memory(settings.config, [cache for cache in names[engine] if cache not in there], node_id)
+            num_new = sum(cache not in there for cache in names[engine])
+            check_memory(num_new, layout_of(settings.config).num_bytes, node_id, free_memory(node_id))
     started = []
     for engine, node_id in zip(engines, nodes, strict=True):
         for cache in names[engine]:
@@ -187,54 +189,13 @@ def _names_of_ranks(engine: str, num_ranks: int) -> list[str]:
     return [engine] if num_ranks == 1 else [rank_name(engine, rank) for rank in range(num_ranks)]
 
 
-def _nodes(wishes: EngineWishes, in_memory: bool) -> list[str | None]:
-    """Return the nodes of the caches: one, or each with a GPU; [None] for a pool on a GPU, which Ray places.
-
-    Raises:
-        CommandError: there is no such node, or a pool on a GPU is to lie on a named node.
-    """
+def _nodes(wishes: EngineWishes) -> list[str]:
     import ray
 
     from raydix.actors.cluster.placement import alive_nodes
 
-    if not in_memory:
-        if wishes.node is not None or wishes.every_gpu_node:
-            option = "--every-gpu-node" if wishes.every_gpu_node else "--node"
-            raise CommandError(f"{option} is for pools in host memory", "leave out --set pool.device", USAGE)
-        return [None]
-    nodes = alive_nodes()
-    listed = ", ".join(node_id[:_SHORT_ID] for node_id in nodes)
-    if wishes.every_gpu_node:
-        if not (found := [node_id for node_id, has_gpu in nodes.items() if has_gpu]):
-            raise CommandError(f"no node of the cluster has a GPU; nodes: {listed}", "--node ID", USAGE)
-        return [*found]
-    if wishes.node is None:
-        return [ray.get_runtime_context().get_node_id()]
-    found = [node_id for node_id in nodes if node_id.startswith(wishes.node)]
-    if len(found) != 1:
-        number = "no node" if not found else counted(len(found), "node")
-        raise CommandError(f"--node: the id of {number} begins with {brief(wishes.node)}", f"one of {listed}", USAGE)
-    return [*found]
-
-
-def _check_memory(config: CacheConfig, names: list[str], node_id: str) -> None:
-    """Check that the pools of caches that do not run yet fit in the memory of their node.
-
-    Raises:
-        CommandError: they do not; the message names the sum, and the memory that is free.
-    """
-    from raydix.actors.cluster.placement import free_memory
-    from raydix.actors.transport.pool_shapes import layout_of
-
-    num_bytes = layout_of(config).num_bytes
-    free = free_memory(node_id)
-    if len(names) * num_bytes > (1 - _LEFT) * free:
-        pools = f"{counted(len(names), 'pool')} of {byte_size(num_bytes)}"
-        raise CommandError(
-            f"{pools} need {byte_size(len(names) * num_bytes)}, and node {node_id[:_SHORT_ID]} has {byte_size(free)} "
-            "free, a tenth of which is left to other programs",
-            "a smaller --capacity, which is of each rank",
-        )
+    here = ray.get_runtime_context().get_node_id()
+    return choose_nodes(wishes.node, wishes.every_gpu_node, alive_nodes(), here)
 
 
 def _check_names(
@@ -289,7 +250,7 @@ def _report(result: dict[str, Any], options: EngineOptions) -> Group:
         lines.append(f"note:     the engine needs {' and '.join(found)} as well, as in this shell")
     first_ranks = started[:: len(started) // len(result["engines"])]
     for engine, cache in list(zip(result["engines"], first_ranks, strict=True))[1:]:
-        lines.append(f"note:     on node {cache['node_id'][:_SHORT_ID]}, the engine's cache is {engine!r}")
+        lines.append(f"note:     on node {cache['node_id'][:SHORT_ID]}, the engine's cache is {engine!r}")
     if not result["reads"]:
         lines.append("note:     vLLM switches its prefix caching off for this model: the engine loads no KV")
     return Group(table_of_started(started), Text("\n".join(lines)))
