@@ -16,7 +16,7 @@ from raydix.schemas import InvalidRequest
 STAMP_BYTES = 16  # in the last segment of a slot; a page has one identity and one digest
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MANY_RUNS = 64  # more runs are copied by index, through a temporary tensor
-_TEMPORARY_BYTES = 4 * 2**20
+_TEMPORARY_BYTES = 2**20
 _STAGING_BYTES = 64 * 2**20
 
 Runs = list[tuple[int, int, int]]  # first block, first page, number of blocks
@@ -308,14 +308,15 @@ def _copy_by_index(
     layer: torch.Tensor, pool: torch.Tensor, blocks: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool
 ) -> None:
     """Copy blocks to pages or back, on one device, through a temporary tensor of bounded size."""
-    in_engine, in_pool = torch.from_numpy(blocks).to(layer.device), torch.from_numpy(pages).to(pool.device)
+    source, found, target, wanted = (layer, blocks, pool, pages) if to_pool else (pool, pages, layer, blocks)
     step = max(1, _TEMPORARY_BYTES // (layer[0].numel() * layer.itemsize))
     for start in range(0, len(blocks), step):
-        of_engine, of_pool = in_engine[start : start + step], in_pool[start : start + step]
-        if to_pool:
-            pool.index_copy_(0, of_pool, layer.index_select(0, of_engine))
+        at, to = found[start : start + step], wanted[start : start + step]
+        if layer.device.type == "cpu":  # numpy copies rows by index at up to twice the speed of torch
+            target.numpy()[to] = source.numpy()[at]
         else:
-            layer.index_copy_(0, of_engine, pool.index_select(0, of_pool))
+            rows = source.index_select(0, torch.from_numpy(at).to(layer.device))
+            target.index_copy_(0, torch.from_numpy(to).to(layer.device), rows)
 
 
 def make_stamps(tokens: NDArray[np.int64], namespace: str, page_size: int, start: int, end: int) -> list[bytes]:
