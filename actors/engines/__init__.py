@@ -12,7 +12,3 @@ the cache of its rank, on an event loop in a thread of its own (`CacheLink`); no
 
 `raydix.actors.engines.vllm.connector` is the connector of vLLM.
 """
-
-from raydix.schemas.engine_namespace import CacheNamespace, namespace_of
-
-__all__ = ["CacheNamespace", "namespace_of"]

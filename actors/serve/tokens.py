@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raydix.actors.engines import CacheNamespace
+from raydix.schemas.engine_namespace import CacheNamespace
 
 _NAMESPACE_PARTS = CacheNamespace._fields
 

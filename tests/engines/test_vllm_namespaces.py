@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from support.engines.engine_process import EngineProcess
 from support.engines.laboratory import Laboratory, prompt, slot_bytes
 
-from raydix.actors.engines import namespace_of
+from raydix.schemas.engine_namespace import namespace_of
 
 HIDDEN, RANK, LAYERS = 64, 4, 2
 

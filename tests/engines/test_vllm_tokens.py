@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.engines.vllm_chats import ENGINE, MODEL, make_model
 
-from raydix.actors.engines import namespace_of
 from raydix.schemas import InvalidRequest
+from raydix.schemas.engine_namespace import namespace_of
 
 MESSAGES = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "What is a page? " * 20}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}

@@ -23,8 +23,8 @@ from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from raydix.actors.client.loop_thread import LoopThread
-from raydix.actors.engines import CacheNamespace, namespace_of
 from raydix.schemas import InvalidRequest
+from raydix.schemas.engine_namespace import CacheNamespace, namespace_of
 
 _CONNECTOR = ("kv_transfer_config", "kv_events_config")  # engine arguments that its tokenizer does not need
 

@@ -19,7 +19,6 @@ from support.engines.toy_engine import BLOCK, ToyEngine, prompts
 from support.more import more
 from support.waiting import wait_until
 
-from raydix.actors.engines import CacheNamespace, namespace_of
 from raydix.actors.engines.block_copies import PoolTarget
 from raydix.actors.engines.scheduler_side import SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
@@ -34,6 +33,7 @@ from raydix.schemas import (
     LockRequest,
     ReleaseRequest,
 )
+from raydix.schemas.engine_namespace import CacheNamespace, namespace_of
 
 MakeCaches = Callable[..., ToyCaches]
 

@@ -12,9 +12,9 @@ from typing import Any
 from ray import serve
 
 from raydix.actors import PrefixCacheClient, connect
-from raydix.actors.engines import CacheNamespace
 from raydix.actors.serve.tokens import token_ids
 from raydix.schemas import CacheUnavailable
+from raydix.schemas.engine_namespace import CacheNamespace
 
 never_set = threading.Event()
 

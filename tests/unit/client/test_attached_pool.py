@@ -1,6 +1,7 @@
 """`AttachedPool` and the memory it maps: let go of once the cache's process has ended, and not before."""
 
 import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -107,6 +108,29 @@ def test_where_cuda_ipc_fails_the_pool_cannot_be_mapped(monkeypatch: pytest.Monk
 
     with pytest.raises(OSError, match="CUDA: CUDA error"):
         open_cuda_pool(on_a_card(None, gpu_uuid="GPU-0", ipc_handle=pickle.dumps((None,) * 7)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pools are shared on Linux")
+def test_all_memory_of_a_pool_is_reserved_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_memory, "_RESERVED_BYTES", 4096)
+    config = CONFIG.model_copy(update={"pool": CONFIG.pool.model_copy(update={"num_slots": 4096})})
+    exported = ExportedPool(config, torch.device("cpu"), "e" * 32, "here", share=True)
+    assert exported.handle.path is not None
+    assert os.stat(exported.handle.path).st_blocks * 512 >= exported.layout.num_bytes
+
+    files = len(os.listdir("/proc/self/fd"))
+    reserve, calls = os.posix_fallocate, []
+
+    def fails_once(fd: int, offset: int, length: int) -> None:
+        calls.append(offset)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        reserve(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fails_once)
+    with pytest.raises(CacheUnavailable, match=r"the pool needs .* KiB with its tables of slots, but .* are free"):
+        ExportedPool(config, torch.device("cpu"), "f" * 32, "here", share=True)
+    assert len(os.listdir("/proc/self/fd")) == files, "the memory must be given back"
 
 
 @pytest.fixture

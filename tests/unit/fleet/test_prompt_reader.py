@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from raydix.actors.engines import CacheNamespace
 from raydix.actors.serve.prompt_reader import PromptReader
 from raydix.actors.serve.tokens import token_ids
 from raydix.schemas import InvalidRequest
+from raydix.schemas.engine_namespace import CacheNamespace
 
 HERE = __name__
 LONG_S = 100.0

@@ -31,6 +31,77 @@ WITH_STATES: dict[str, Any] = {
 }
 
 
+OPAQUE: dict[str, Any] = {"num_slots": 8, "format": "opaque"}
+
+
+def segments(*sizes: int) -> tuple[Segment, ...]:
+    return tuple(
+        Segment.at(sum(sizes[:layer]), name=f"layer {layer}", layer=layer, dtype="uint8", shape=(size,))
+        for layer, size in enumerate(sizes)
+    )
+
+
+def test_the_bytes_of_records_follow_from_their_segments() -> None:
+    pool = PoolConfig(**OPAQUE, segments=segments(3, 5), state_segments=segments(7), num_state_slots=2)
+
+    assert (pool.slot_bytes, pool.swa_slot_bytes, pool.state_bytes) == (8, 0, 7)
+    assert (
+        PoolConfig.model_validate(pool.model_dump()) == PoolConfig.model_validate_json(pool.model_dump_json()) == pool
+    )
+    assert "layer 1" not in repr(pool)  # a log line has no table of segments
+
+
+def test_records_of_other_segments_or_pages_have_other_digests() -> None:
+    configs = [
+        CacheConfig(page_size=page, pool=PoolConfig(**OPAQUE, segments=segments(*sizes)))
+        for page, sizes in ((4, (3, 5)), (4, (5, 3)), (4, (3, 6)), (2, (3, 5)))
+    ]
+    more = configs[0].model_copy(update={"pool": configs[0].pool.model_copy(update={"num_slots": 16})})
+
+    assert len({config.record_digest() for config in configs}) == len(configs)
+    assert more.record_digest() == configs[0].record_digest()
+    assert more.digest() != configs[0].digest()
+
+
+@pytest.mark.parametrize(
+    ("pool", "fields", "message"),
+    [
+        ({}, {}, "needs slot_bytes, or segments"),
+        (
+            {"slot_bytes": 3, "num_layers": 2, "num_kv_heads": 1, "head_dim": 2},
+            {},
+            "num_layers is for pools with layers",
+        ),
+        ({"slot_bytes": 3, "layer_kinds": ("full",)}, {}, "layer_kinds is for pools with layers"),
+        ({"slot_bytes": 3, "segments": segments(4)}, {}, "slot_bytes must be 4, the bytes of segments, not 3"),
+        ({"segments": segments(3, 5)[1:]}, {}, "'layer 1' must have the offset 0, not 3"),
+        ({"segments": ({"name": "a"},)}, {}, "segments.0.layer"),
+        ({"segments": 7}, {}, "segments"),
+        ({"slot_bytes": 3, "state_bytes": 3}, {}, r"needs state_bytes \(or state_segments\) and num_state_slots"),
+        ({"slot_bytes": 3, "num_swa_slots": 8}, {"sliding_window_size": 4}, "needs swa_slot_bytes"),
+        ({"slot_bytes": 3, "swa_slot_bytes": 3}, {}, "needs swa_slot_bytes and sliding_window_size"),
+        ({"slot_bytes": 3}, {"sliding_window_size": 4}, "needs swa_slot_bytes and sliding_window_size"),
+        ({"slot_bytes": 3}, {"kind": "slots", "max_seq_len": 8}, "not for kind 'slots'"),
+        ({"format": "layers", "slot_bytes": 3}, {}, "slot_bytes is for format='opaque'"),
+    ],
+)
+def test_records_that_do_not_fit_together_are_refused(
+    pool: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CacheConfig(pool=PoolConfig(**{**OPAQUE, **pool}), **fields)
+
+
+def test_a_segment_has_the_bytes_of_its_shape() -> None:
+    found = Segment.at(6, name="a", layer=1, dtype="bfloat16", shape=(2, 3))
+
+    assert (found.bytes, str(found)) == (12, "a at 6: (2, 3) bfloat16")
+    with pytest.raises(ValidationError, match=r"bytes must be 12, those of shape \(2, 3\) in bfloat16, not 6"):
+        Segment(name="a", layer=0, dtype="bfloat16", shape=(2, 3), bytes=6, offset=0)
+    with pytest.raises(ValidationError, match="dtype"):
+        Segment.at(0, name="a", layer=0, dtype="int4", shape=(2,))
+
+
 def test_defaults_are_those_of_the_design() -> None:
     config = CacheConfig(pool=PoolConfig(num_slots=8))
 
