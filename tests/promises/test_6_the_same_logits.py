@@ -192,7 +192,7 @@ async def test_a_request_cancelled_on_ray_leaves_no_lease(cluster: Cluster) -> N
 
 
 async def test_a_page_of_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    granted = Admission.granted
+    granted = Admission.lease_response
 
     def misplaced(admission: Admission, lease: LeaseRecord) -> LeaseResponse:
         response = granted(admission, lease)
@@ -200,7 +200,7 @@ async def test_a_page_of_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) 
             return response
         return replace(response, page_starts=response.page_starts[4:8] + response.page_starts[4:])
 
-    monkeypatch.setattr(Admission, "granted", misplaced)
+    monkeypatch.setattr(Admission, "lease_response", misplaced)
 
     with pytest.raises(AssertionError, match=r"the continuation must be the same|the same bits"):
         await reuse_changes_no_bit(LLAMA)

@@ -131,7 +131,7 @@ async def test_a_state_of_another_prefix_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_page_of_another_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    granted = Admission.granted
+    granted = Admission.lease_response
 
     def misplaced(admission: Admission, lease: LeaseRecord) -> LeaseResponse:
         response = granted(admission, lease)
@@ -139,7 +139,7 @@ async def test_a_page_of_another_place_is_found(monkeypatch: pytest.MonkeyPatch)
             return response
         return replace(response, page_starts=response.page_starts[4:8] + response.page_starts[4:])
 
-    monkeypatch.setattr(Admission, "granted", misplaced)
+    monkeypatch.setattr(Admission, "lease_response", misplaced)
 
     outcome = await survey(config_named("llama"), 4, cuts=CUTS)
 
