@@ -13,7 +13,9 @@ from support.engines.toy_caches import ToyCaches
 from support.engines.toy_engine import prompts
 from support.waiting import wait_until
 
+from raydix.actors import LocalPrefixCache
 from raydix.actors.engines.block_copies import BlockCopies
+from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +27,39 @@ def test_random_copies_are_those_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, make: Make, page_size: int
 ) -> None:
     check_random_copies(monkeypatch, make, dtype, page_size, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
+def test_blocks_are_copied_to_a_pool_on_the_card_and_back(make: Make) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        layers = make(torch.bfloat16)
+    copies = BlockCopies(layers, BLOCK)
+    target = copies.attach(make_pool(copies, BLOCK // 2).cuda(), BLOCK // 2)
+    assert target.staging is None
+    before = [layer.clone() for layer in layers]
+    for blocks in (np.arange(NUM_BLOCKS), np.random.default_rng(0).permutation(NUM_BLOCKS)):
+        pages = np.arange(2 * NUM_BLOCKS)[::-1].copy()
+        target.save(blocks, pages)
+        target.load(pages, blocks[::-1].copy())
+        moved = torch.from_numpy(blocks).cuda()
+        for layer, was in zip(layers, before, strict=True):
+            assert torch.equal(layer[moved.flip(0)].view(torch.int16), was[moved].view(torch.int16))
+        target.load(pages, blocks)
+
+
+async def test_mapped_host_memory_is_registered_until_the_pool_is_dropped() -> None:
+    config = CacheConfig(page_size=4, pool=PoolConfig(num_slots=4096, format="opaque", slot_bytes=64, device="cpu"))
+    async with LocalPrefixCache(config) as cache:
+        pool = await cache.attach_pool(pin=True)
+        pages = pool.pages
+        assert pool.pinned and pages.is_pinned()
+
+        pool.drop(CacheUnavailable("dropped"))
+
+        wait_until(lambda: not pages.is_pinned())
+        again = await cache.attach_pool()
+        wait_until(lambda: again.pinned)
 
 
 _LONG = 400_000_000  # cycles of a GPU: a fifth of a second
