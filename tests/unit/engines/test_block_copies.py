@@ -54,8 +54,22 @@ def test_no_operation_mixes_the_tensors_of_a_card_and_of_host_memory(
         check_random_copies(monkeypatch, on_card, torch.bfloat16, page_size, torch.device("cpu"))
         check_stamped_copies(on_card(torch.bfloat16), page_size)
         layers = on_card(torch.bfloat16)
+        check_copies_on_one_device(monkeypatch, layers, page_size)
         with pytest.raises(RuntimeError, match="same device"):
             layers[0][torch.tensor([1])]
+
+
+def check_copies_on_one_device(patch: pytest.MonkeyPatch, layers: list[torch.Tensor], page_size: int) -> None:
+    """Save and load blocks, by index and by runs, where the pool lies on the card, too."""
+    copies = BlockCopies(layers, BLOCK)
+    target = copies.attach(make_pool(copies, page_size).as_subclass(OnCard), page_size)
+    assert target.staging is None
+    pages = np.arange(3 * target.pages_per_block)
+    for most in (0, 64):
+        patch.setattr(block_copies, "_MANY_RUNS", most)
+        target.save(np.asarray([1, 3, 2]), pages)
+        target.load(pages, np.asarray([9, 8, 7]))
+        assert [as_bytes(layer[9].cpu()) for layer in layers] == [as_bytes(layer[1].cpu()) for layer in layers]
 
 
 def check_stamped_copies(layers: list[torch.Tensor], page_size: int) -> None:
