@@ -45,6 +45,7 @@ _given_up: ContextVar[threading.Event] = ContextVar("given_up", default=threadin
 
 _START_S = 60.0
 _START_S_A_GIB = 4.0
+_MAX_START_S = 86_400.0  # a pool that large is refused before its memory is reserved
 
 
 class StartOptions(TypedDict, total=False):
@@ -141,7 +142,7 @@ def start_seconds(config: CacheConfig) -> float:
     """Return how long a cache may take to start: a busy machine reserves a GiB in some seconds."""
     from raydix.actors.transport.pool_shapes import layout_of  # imports torch, which other functions do without
 
-    return _START_S + _START_S_A_GIB * layout_of(config).num_bytes / 2**30
+    return min(_START_S + _START_S_A_GIB * layout_of(config).num_bytes / 2**30, _MAX_START_S)
 
 
 async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]) -> ActorHandle[Any]:

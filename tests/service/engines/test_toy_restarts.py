@@ -181,7 +181,7 @@ def test_an_idle_engine_does_not_keep_the_pool_of_a_dead_cache_mapped(cache: Any
     engine.run(prompts(1, 96)[0])
     link = engine.worker_links[0]
     assert link.pool is not None
-    inode, pool = mapped_inodes(link.pool.k[0].data_ptr()), link.pool
+    inode, pool = mapped_inodes(link.pool.pages.data_ptr()), link.pool
     assert inode and inode <= mapped_inodes()
 
     ray.kill(cache, no_restart=False)

@@ -96,8 +96,7 @@ class Laboratory:
         """Give each page the KV of the page before it."""
         client = self.client(cache)
         pool = client.run(client.client.attach_pool(mapped=True))
-        for layer in pool.k:
-            layer[:] = layer.roll(BLOCK, 0)
+        pool.pages[:] = pool.pages.roll(1, 0)
 
     def pid_of(self, cache: str) -> int:
         """The cache's process; 0 while it restarts."""
