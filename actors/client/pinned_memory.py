@@ -81,5 +81,6 @@ def _register(address: int, num_bytes: int) -> None:
 
 
 def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # a copy that runs ends first
     cudart = cast(Any, torch.cuda).cudart()
     torch.cuda.check_error(int(cudart.cudaHostUnregister(address)))
