@@ -49,7 +49,7 @@ class Figure:
         return self.gate is not None and not self._reaches(self.judged, self.gate)
 
     def _reaches(self, value: float, limit: float) -> bool:
-        return value >= limit if self.at_most is None else value <= limit
+        return bool(value >= limit if self.at_most is None else value <= limit)  # not numpy's
 
     @property
     def measured(self) -> str:

@@ -154,7 +154,8 @@ def test_each_rank_has_a_cache_and_unfit_ones_are_refused_before_any_is_started(
     assert json.loads(started["command"][-1])["kv_connector_extra_config"]["cache"] == name
     text = run(*two, "5k", "--set", "page_size=32").stdout
     assert text.count("ran already") == 2
-    assert f"vllm serve {model} --tensor-parallel-size 2 --dtype float32 --kv-transfer-config '{{" in text
+    details = "--enable-prompt-tokens-details"
+    assert f"vllm serve {model} --tensor-parallel-size 2 --dtype float32 {details} --kv-transfer-config '{{" in text
     assert "num_slots is 4992, not 3968" in run(*two, "4k", "--set", "page_size=32", exit_code=1).stderr
     one_rank = run(*base, "--capacity", 4096, exit_code=1).stderr
     assert f"{name}-tp0, {name}-tp1 runs" in one_rank
