@@ -225,10 +225,12 @@ class PoolTarget:
                 for block, page, length in runs:
                     in_engine = layer[block : block + length, part]
                     in_pool = pool[page : page + (length - 1) * step + 1 : step]
-                    if to_pool:
-                        in_pool.copy_(in_engine)
+                    target, source = (in_pool, in_engine) if to_pool else (in_engine, in_pool)
+                    if target.device.type == "cpu":
+                        # torch would share the copy among threads that an engine keeps busy.
+                        np.copyto(target.numpy(), source.numpy())
                     else:
-                        in_engine.copy_(in_pool)
+                        target.copy_(source)
 
     def _copy_staged(
         self,
