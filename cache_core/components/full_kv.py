@@ -22,6 +22,7 @@ from raydix.cache_core.components.component import Component
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.eviction.queue import EvictionQueue
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
+from raydix.cache_core.eviction.two_queues import TwoQueues
 from raydix.cache_core.kernels import LockAccounting, Victims
 from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.cache_core.tree.tree_node import Namespace, TreeNode
@@ -38,19 +39,34 @@ class FullKV(LockAccounting):
         is_divided: whether tokens are counted by tenant.
     """
 
-    _queue: EvictionQueue | Tenants  # the compiled loops push to it and pop from it
+    _queue: EvictionQueue | Tenants | TwoQueues  # the compiled loops push to it and pop from it
 
-    def __init__(self, tree: RadixTree, policy: EvictionPolicy, aux: Sequence[Component] = ()) -> None:
+    two_queues: TwoQueues | None
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        policy: EvictionPolicy,
+        aux: Sequence[Component] = (),
+        two_queues: TwoQueues | None = None,
+    ) -> None:
         self.tenants = Tenants()
         self.tenants.rank_by(policy.rank)
-        super().__init__(self.tenants.rest.queue)
+        super().__init__(self.tenants.rest.queue if two_queues is None else two_queues)
+        self.two_queues = two_queues
         self._tree = tree
         self._aux = aux  # the components that hear of nodes that leave
         self.policy = policy
         self.is_divided = False
 
     def divide(self, tenants: Tenants) -> None:
-        """Count tokens by tenant from now on, and keep the tenants' floors. The tree must be empty."""
+        """Count tokens by tenant from now on, and keep the tenants' floors. The tree must be empty.
+
+        Raises:
+            ValueError: the policy is "2q".
+        """
+        if self.two_queues is not None:
+            raise ValueError("policy '2q' takes no tenants: choose another policy, or leave the tenants out")
         self.tenants, self.is_divided, self._queue = tenants, True, tenants
         tenants.rank_by(self.policy.rank)
         # set on the instance, so that a tree without tenants keeps the compiled methods
@@ -144,6 +160,8 @@ class FullKV(LockAccounting):
         assert parent is not None
         for component in self._aux:
             component.on_remove(leaf)
+        if self.two_queues is not None:
+            self.two_queues.removed(leaf)
         num_tokens = leaf.end - parent.end
         victims.add(leaf, self._tree.remove_leaf(leaf), num_tokens)
         self.evictable -= num_tokens
@@ -178,6 +196,8 @@ class FullKV(LockAccounting):
     def clear(self) -> None:
         """Forget everything."""
         self.tenants.clear()
+        if self.two_queues is not None:
+            self.two_queues.clear()
         self.evictable = self.protected = 0
 
     # ---------------------------------------------------------------- checks
@@ -190,6 +210,8 @@ class FullKV(LockAccounting):
         retired = set(self.tenants.known_retired())
         assert all(leaf in retired for leaf in leaves if not leaf.namespace.live), "rule 3: a retired leaf is lost"
         self._queue.check({leaf for leaf in leaves if leaf.namespace.live or leaf in self._queue})
+        if self.two_queues is not None:
+            self.two_queues.check_nodes(nodes)
         for node in nodes:
             below = sum(child.lock_ref for child in node.children.values())
             assert node.lock_ref == node.own_locks + below, f"rule 2 at {node}: {node.own_locks=}, {below=}"

@@ -109,8 +109,25 @@ class Priority(EvictionPolicy):
         return node.own_priority, node.own_access_time
 
 
+class TwoQ(LRU):
+    """2q: nodes on probation, and nodes with pages that came back after their eviction: see `TwoQueues`.
+
+    Each of the two queues is in the order of last use. The cache must have no tenants.
+
+    Args:
+        num_slots: of the pool; None: as its `num_slots` says.
+    """
+
+    name = "2q"
+
+    def __init__(self, num_slots: int | None = None) -> None:
+        if num_slots is not None and num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, not {num_slots}")
+        self.num_slots = num_slots
+
+
 POLICIES: dict[str, type[EvictionPolicy]] = {
-    policy.name: policy for policy in (LRU, LFU, FIFO, MRU, FILO, SLRU, Priority)
+    policy.name: policy for policy in (LRU, LFU, FIFO, MRU, FILO, SLRU, Priority, TwoQ)
 }
 
 

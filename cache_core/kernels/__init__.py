@@ -20,7 +20,7 @@ from typing import Literal
 from warnings import warn
 
 _FOLDER = Path(__file__).parent
-_MODULES = ("packed_slots", "page_lists", "page_table", "tree")
+_MODULES = ("packed_slots", "page_lists", "page_memory", "page_table", "tree")
 
 
 def _is_compiled() -> bool:
@@ -50,6 +50,7 @@ if not COMPILED:  # An import from this folder must find sources alone.
 
 from raydix.cache_core.kernels.packed_slots import expand, is_row, join, pack_slots  # noqa: E402
 from raydix.cache_core.kernels.page_lists import free_pages  # noqa: E402
+from raydix.cache_core.kernels.page_memory import PageMemory  # noqa: E402
 from raydix.cache_core.kernels.page_table import NOTE, PENDING, PROMISED, STORED, PageTable  # noqa: E402
 from raydix.cache_core.kernels.tree import (  # noqa: E402
     Children,
@@ -57,6 +58,7 @@ from raydix.cache_core.kernels.tree import (  # noqa: E402
     LockAccounting,
     Node,
     RankedQueue,
+    TwoRankedQueues,
     Victims,
     add_leaf,
     detach_leaf,
@@ -81,9 +83,11 @@ __all__ = [
     "Node",
     "PENDING",
     "PROMISED",
+    "PageMemory",
     "PageTable",
     "RankedQueue",
     "STORED",
+    "TwoRankedQueues",
     "Victims",
     "add_leaf",
     "detach_leaf",

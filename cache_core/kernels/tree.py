@@ -1,4 +1,4 @@
-"""The radix tree's inner loops: `Key`, `Node`, walks and changes of a tree, `RankedQueue` and `LockAccounting`.
+"""The radix tree's inner loops: `Key`, `Node`, walks and changes of a tree, queues and `LockAccounting`.
 
 They are one module, as compiled code reads the fields of its own module's classes alone without a call. Such reads are
 the loops over the nodes of a path, over their runs, over the ids of a key, and over evicted leaves. A number that a
@@ -184,6 +184,8 @@ class Node:
     swa_lock_ref: int = cython.declare(cython.Py_ssize_t, visibility="public")
     swa_boundary_id: int | None = cython.declare(object, visibility="public")
     swa_access_time: int = cython.declare(cython.Py_ssize_t, visibility="public")
+    is_protected: bool = cython.declare(cython.bint, visibility="public")
+    prefix_sum: int = cython.declare(cython.ulonglong, visibility="public")
     rank: Any  # rank in the queue, unless its ranks are ticks
     children: Any = cython.declare(object, visibility="readonly")
     place: cython.Py_ssize_t  # index among its parent's children
@@ -215,6 +217,8 @@ class Node:
         self.swa_lock_ref = 0
         self.swa_boundary_id = None
         self.swa_access_time = now
+        self.is_protected = False
+        self.prefix_sum = 0
         self.hash_values = None
         self.before = self.after = self.queue = self.rank = None
         self.tick = 0
@@ -519,7 +523,7 @@ def split_node(
 ) -> Any:
     """Split `node` at `end`, tokens from the root; return the new node above it, which takes over the prefix.
 
-    The next id is the new node's. Locks, age and priority are copied to it, uses are not, hashes are shared out.
+    The next id is the new node's. Locks, age, priority and queue are copied to it, uses are not, hashes are shared out.
     """
     return _cut(node_type, ids, page_size, node, end)
 
@@ -541,6 +545,7 @@ def _cut(node_type: Any, ids: Iterator[int], page_size: cython.Py_ssize_t, node:
     above.lock_ref = node.lock_ref
     above.creation_time = node.creation_time
     above.own_priority = node.own_priority
+    above.is_protected = node.is_protected
     if node.hash_values is not None:
         above.hash_values = node.hash_values[: length // page_size]
         node.hash_values = node.hash_values[length // page_size :]
@@ -813,6 +818,138 @@ class RankedQueue:
         raise NotImplementedError
 
 
+@cython.cclass
+class TwoRankedQueues:
+    """The base of `TwoQueues`: two queues, of which a node's `is_protected` names its own, and a memory of pages.
+
+    The subclass computes the seed of a namespace, by `_seed_of`, and keeps it as `seed` of the namespace.
+
+    Attributes:
+        probation, protected: the queues, both of class `RankedQueue`.
+        memory: the `PageMemory` of the pages that were evicted from probation lately.
+        page_size: tokens of a page.
+        num_slots: of the pool.
+        num_protected: the tokens of the protected nodes.
+    """
+
+    probation: Any = cython.declare(object, visibility="public")
+    protected: Any = cython.declare(object, visibility="public")
+    memory: Any = cython.declare(object, visibility="public")
+    page_size: int = cython.declare(cython.Py_ssize_t, visibility="public")
+    num_slots: int = cython.declare(cython.Py_ssize_t, visibility="public")
+    num_protected: int = cython.declare(cython.Py_ssize_t, visibility="public")
+
+    def __init__(self, probation: Any, protected: Any, memory: Any, page_size: Any, num_slots: Any) -> None:
+        self.probation = probation
+        self.protected = protected
+        self.memory = memory
+        self.page_size = page_size
+        self.num_slots = num_slots
+        self.num_protected = 0
+
+    def push(self, node: Node) -> None:
+        """Add a candidate."""
+        if node.is_protected:
+            self.protected.push(node)
+        else:
+            self.probation.push(node)
+
+    def discard(self, node: Node) -> None:
+        """Take a node out, if it is a candidate."""
+        if node.is_protected:
+            self.protected.discard(node)
+        else:
+            self.probation.discard(node)
+
+    def touch(self, node: Node) -> None:
+        """Move a node to its place, as its rank may have changed, if it is a candidate."""
+        if node.is_protected:
+            self.protected.touch(node)
+        else:
+            self.probation.touch(node)
+
+    def pop(self) -> Any:
+        """Take out the candidate that goes next; None if there is none."""
+        first, other = self.probation, self.protected
+        if self.num_protected >= self.num_slots - self.num_protected:
+            first, other = other, first
+        node = first.pop()
+        return other.pop() if node is None else node
+
+    def known_until(self, parent: Node, key: Key, num_tokens: cython.Py_ssize_t) -> int:
+        """Return the token up to which the pages of a key below `parent` are remembered, one after the other."""
+        if not self.memory.num_recent:
+            return parent.end
+        unit: cython.Py_ssize_t = key.unit
+        found: cython.Py_ssize_t = self.memory.num_remembered(
+            key.data,
+            key.width,
+            unit,
+            parent.end // self.page_size,
+            self._seed(parent),
+            self.sum_of(parent),
+            parent.end * unit,
+            num_tokens * unit,
+        )
+        return parent.end + found * self.page_size
+
+    def protect(self, leaf: Node) -> None:
+        """Protect a new leaf that is in no queue yet, and all nodes above it. O(nodes that become protected)."""
+        self.discard(leaf.parent)  # It may have been a leaf. The nodes above it were none, so they are in no queue.
+        node: Node = leaf
+        parent: Node
+        while node.parent is not None and node.data and not node.is_protected:
+            parent = node.parent
+            node.is_protected = True
+            self.num_protected += node.end - parent.end
+            node = parent
+
+    def removed(self, leaf: Node) -> None:
+        """Note that a leaf leaves the tree: its pages are remembered if it was on probation and not retired."""
+        parent: Node = leaf.parent
+        if leaf.is_protected:
+            self.num_protected -= leaf.end - parent.end
+            return
+        namespace = leaf.namespace
+        if namespace.tree is not None:
+            first: cython.Py_ssize_t = parent.end // self.page_size
+            self.memory.remember(
+                leaf.data, namespace.width, namespace.unit, first, self._seed(leaf), self.sum_of(parent)
+            )
+
+    @cython.ccall
+    def sum_of(self, node: Node) -> cython.ulonglong:
+        """Return the sum up to the end of a node, for hashes of the pages below it; kept on the node. O(its path)."""
+        if not node.data or node.prefix_sum:
+            return node.prefix_sum
+        path: list[Any] = []
+        parent: Node
+        while node.data and not node.prefix_sum:
+            path.append(node)
+            node = node.parent
+        for below in reversed(path):
+            node = below
+            parent = node.parent
+            namespace = node.namespace
+            node.prefix_sum = self.memory.sum_of(
+                node.data,
+                namespace.width,
+                namespace.unit,
+                parent.end // self.page_size,
+                self._seed(node),
+                parent.prefix_sum,
+            )
+        return node.prefix_sum
+
+    @cython.cfunc
+    def _seed(self, node: Node) -> Any:
+        seed = node.namespace.seed
+        return self._seed_of(node.namespace) if seed is None else seed
+
+    def _seed_of(self, namespace: Any) -> int:
+        raise NotImplementedError
+
+
 # ---------------------------------------------------------------- accounting
 
 
@@ -867,14 +1004,17 @@ class LockAccounting:
     Attributes:
         evictable: the tokens of nodes without locks.
         protected: the tokens of nodes with locks.
+        two_queues: hears of each node that leaves, by `removed`; None if there is one queue.
     """
 
     _queue: Any = cython.declare(object, visibility="public")
+    two_queues: Any = cython.declare(object, visibility="public")
     evictable: int = cython.declare(cython.Py_ssize_t, visibility="public")
     protected: int = cython.declare(cython.Py_ssize_t, visibility="public")
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
+        self.two_queues = None
         self.evictable = 0
         self.protected = 0
 
@@ -925,6 +1065,8 @@ class LockAccounting:
                 break
             parent = leaf.parent
             size = leaf.end - parent.end
+            if self.two_queues is not None:
+                self.two_queues.removed(leaf)
             victims._add(leaf, detach_leaf(leaf), size)
             self.evictable -= size
             if parent.table is None:

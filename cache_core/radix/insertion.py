@@ -125,19 +125,34 @@ def _insert(
         spans: Sequence[tuple[int, int, bool]] = ((end, num_tokens, True),)
         if parts.window is not None:
             spans = parts.window.split_spans(end, num_tokens, fresh_from)
+        known_until = 0
+        if parts.two_queues is not None:
+            known_until = parts.two_queues.known_until(last_node, key, num_tokens)
+            if known_until > end:
+                spans = parts.two_queues.cut(spans, known_until)
         for start, stop, live in spans:
             row = take(incoming, parts.page_size, start, stop)
-            last_node = _add_leaf(parts, last_node, key, stop, row, priority, live)
+            last_node = _add_leaf(parts, last_node, key, stop, row, priority, live, stop <= known_until)
     if parts.states is not None:
         parts.states.touch(last_node, parts.clock)
     return end, path, last_node
 
 
 def _add_leaf(
-    parts: TreeParts, parent: TreeNode, key: RadixKey, stop: int, row: Row, priority: int, live: bool
+    parts: TreeParts,
+    parent: TreeNode,
+    key: RadixKey,
+    stop: int,
+    row: Row,
+    priority: int,
+    live: bool,
+    is_protected: bool,
 ) -> TreeNode:
     """Add the tokens of `key` up to `stop` below `parent`: a new, unlocked leaf, used now."""
     leaf = parts.tree.add_leaf(parent, key, stop, row, parts.clock, priority)
+    if is_protected:
+        assert parts.two_queues is not None, "there is one queue"
+        parts.two_queues.protect(leaf)
     parts.full.add(leaf)
     for component in parts.components:
         component.add(leaf, live)

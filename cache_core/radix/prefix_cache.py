@@ -28,8 +28,9 @@ from raydix.cache_core.components.recurrent_state import RecurrentState
 from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
 from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.eviction.history import EvictionHistory
-from raydix.cache_core.eviction.policy import EvictionPolicy, make_policy
+from raydix.cache_core.eviction.policy import EvictionPolicy, TwoQ, make_policy
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
+from raydix.cache_core.eviction.two_queues import TwoQueues
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.kernels import Victims, gather
 from raydix.cache_core.outline import Outline, OutlineLimits, outline, sample
@@ -66,8 +67,8 @@ class PrefixCache(BasePrefixCache):
         parts: the tree, its components, clock and observers.
 
     Raises:
-        ValueError: a window is given with a pool that lacks `free_swa`, a size is out of range, or there is no such
-            policy.
+        ValueError: a window is given with a pool that lacks `free_swa`, a size is out of range, there is no such
+            policy, or "2q" is to evict from a pool of unknown size.
     """
 
     def __init__(
@@ -91,7 +92,13 @@ class PrefixCache(BasePrefixCache):
         if (pool_pages := getattr(pool, "page_size", page_size)) != page_size:
             raise ValueError(f"the pool's pages are of {pool_pages} slots, so the cache's cannot be of {page_size}")
         window = None if sliding_window_size is None else WindowKV(sliding_window_size, page_size, pool)
-        self.parts = TreeParts(page_size, make_policy(eviction_policy), window, states, node_type)
+        policy, two_queues = make_policy(eviction_policy), None
+        if isinstance(policy, TwoQ):
+            num_slots = policy.num_slots or getattr(pool, "num_slots", None)
+            if num_slots is None:
+                raise ValueError("policy '2q' needs a pool with num_slots, or TwoQ(num_slots=...)")
+            two_queues = TwoQueues(policy.rank, page_size, num_slots)
+        self.parts = TreeParts(page_size, policy, window, states, node_type, two_queues)
         self.page_size = page_size
         self.sliding_window_size = sliding_window_size
         self.pool = pool
@@ -404,6 +411,8 @@ class PrefixCache(BasePrefixCache):
         """Make every node unmatchable. Unlocked nodes can be reclaimed now, locked ones once they are unlocked."""
         for top in list(self.parts.tree.tops.values()):
             self._retire(top)
+        if self.parts.two_queues is not None:
+            self.parts.two_queues.memory.clear()
         if self.parts.events is not None:
             self.parts.events.cleared()
 
@@ -425,6 +434,8 @@ class PrefixCache(BasePrefixCache):
             self.parts.history.record_retired(top.namespace.extra_key)
         self.parts.tree.detach(top)
         self.parts.full.tenants.retire(top)
+        if self.parts.two_queues is not None:
+            self.parts.two_queues.retire(top.namespace.extra_key)
 
     # ---------------------------------------------------------------- sizes
 

@@ -11,6 +11,7 @@ from raydix.cache_core.components.window_kv import WindowKV
 from raydix.cache_core.errors import StaleNodeError
 from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.eviction.policy import EvictionPolicy
+from raydix.cache_core.eviction.two_queues import TwoQueues
 from raydix.cache_core.tree.page_events import KVEventPublisher
 from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.cache_core.tree.tree_node import TreeNode, check_node
@@ -25,6 +26,7 @@ class TreeParts:
         full: the full KV of every node.
         window: the sliding-window KV; None without a sliding window.
         states: the recurrent states; None without any.
+        two_queues: the candidates of policy "2q"; None under another policy.
         components: the window and the states, as far as there are any. Each may be evicted from a node without the
             earlier ones, none without the later ones.
         clock: the logical time of the last match or insert: equal operations have equal outcomes.
@@ -32,7 +34,18 @@ class TreeParts:
         history: records evictions and retirements; None: nothing is recorded.
     """
 
-    __slots__ = ("clock", "components", "events", "full", "history", "page_size", "states", "tree", "window")
+    __slots__ = (
+        "clock",
+        "components",
+        "events",
+        "full",
+        "history",
+        "page_size",
+        "states",
+        "tree",
+        "two_queues",
+        "window",
+    )
 
     def __init__(
         self,
@@ -41,13 +54,15 @@ class TreeParts:
         window: WindowKV | None,
         states: RecurrentState | None,
         node_type: type[TreeNode],
+        two_queues: TwoQueues | None = None,
     ) -> None:
         self.page_size = page_size
         self.window = window
         self.states = states
         self.components: tuple[Component, ...] = tuple(part for part in (window, states) if part is not None)
         self.tree = RadixTree(page_size, node_type)
-        self.full = FullKV(self.tree, policy, self.components)
+        self.two_queues = two_queues
+        self.full = FullKV(self.tree, policy, self.components, two_queues)
         self.clock = 0
         self.events: KVEventPublisher | None = None
         self.history: EvictionHistory | None = None

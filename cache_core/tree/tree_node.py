@@ -24,6 +24,7 @@ class Namespace:
     unit: int  # bytes of one token of a key: `width` times the ids of a tuple
     tree: object | None = None  # the tree in which its nodes can be matched; None once reset or retired
     evictable: int = 0  # tokens of its nodes without locks; counted in a tree that is divided among tenants
+    seed: int | None = None  # the seed of its pages' hashes in `TwoQueues`; None until asked for
     home: object | None = field(init=False)  # the tree of its nodes, also when they cannot be matched any more
 
     def __post_init__(self) -> None:
@@ -64,6 +65,8 @@ class TreeNode(Node):
     swa_tombstone: bool  # its sliding-window KV is gone (or never was there)
     swa_lock_ref: int  # locks with a window over this node
     swa_boundary_id: int | None  # id of the last lock with a window that begins in this node
+    is_protected: bool  # its pages came back while they were remembered; always False in a tree with one queue
+    prefix_sum: int  # the sum of `TwoQueues` up to the end of this run; 0 until asked for
     swa_access_time: int  # tick of the last use with this node in its tail; negative: none
     hash_values: list[str] | None  # chained, one per page; None until asked for
 

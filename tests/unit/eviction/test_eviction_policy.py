@@ -8,8 +8,13 @@ import pytest
 from support.faults.count_queue_operations import queue_operations
 
 from raydix.cache_core import MambaRadixCache, RadixCache, RadixKey, TokenToKVPoolAllocator, TreeNode
-from raydix.cache_core.eviction.policy import POLICIES, SLRU, EvictionPolicy, make_policy
+from raydix.cache_core.eviction.policy import POLICIES, SLRU, EvictionPolicy, TwoQ, make_policy
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
+
+
+def named(name: str) -> str | EvictionPolicy:
+    """The policy of that name, for a cache without a pool."""
+    return TwoQ(num_slots=16) if name == "2q" else name
 
 
 def insert(cache: RadixCache, token: int, priority: int = 0) -> None:
@@ -43,10 +48,11 @@ def order(cache: RadixCache) -> list[int]:
         ("filo", [4, 3, 2, 1]),
         ("slru", [3, 4, 1, 2]),
         ("priority", [4, 2, 1, 3]),
+        ("2q", [3, 4, 2, 1]),
     ],
 )
 def test_each_policy_has_its_order(policy: str, expected: list[int]) -> None:
-    cache = RadixCache(eviction_policy=policy)
+    cache = RadixCache(eviction_policy=named(policy))
     for token, priority in ((1, 0), (2, 0), (3, 7), (4, -1)):
         insert(cache, token, priority)
     use(cache, 2)
@@ -118,7 +124,7 @@ def test_of_equal_ranks_the_node_made_first_goes_first() -> None:
 
 def test_retired_leaves_go_before_all_others_under_every_policy() -> None:
     for name in POLICIES:
-        cache = RadixCache(eviction_policy=name)
+        cache = RadixCache(eviction_policy=named(name))
         insert(cache, 1, 100)
         cache.retire_all()
         insert(cache, 2, -100)
@@ -130,7 +136,7 @@ def test_retired_leaves_go_before_all_others_under_every_policy() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_cache_with_states_takes_policies_too(name: str) -> None:
-    cache = MambaRadixCache(eviction_policy=name)
+    cache = MambaRadixCache(eviction_policy=named(name))
     for token in (1, 2):
         cache.insert(RadixKey([token]), mamba_value=token)
     assert cache.match_prefix(RadixKey([1])).prefix_len == 1
@@ -152,7 +158,7 @@ def test_a_policy_that_is_not_there_is_refused() -> None:
 def test_the_steps_for_a_victim_do_not_grow_with_the_tree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for num_nodes in (1_000, 10_000):
-        cache = RadixCache(eviction_policy=name)
+        cache = RadixCache(eviction_policy=named(name))
         for token in range(num_nodes):
             cache.insert(RadixKey([token]))
             if token % 3 == 0:

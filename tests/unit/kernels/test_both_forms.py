@@ -46,6 +46,8 @@ KERNEL_CALLS = [
     "page_index().longest_runs(np.array([7, 8]), 2, {})",
     "page_index().longest_runs(np.array([7, 8]), 1, 0, [2, {}])",
     "page_index().holders({})",
+    "kernels.PageMemory(2, 4).sum_of(bytes(16), 4, 4, {}, 1, 2)",
+    "kernels.PageMemory(2, 4).num_remembered(bytes(16), 4, 4, 0, 1, 2, {}, 16)",
     "page_index().apply(1, 'e', {}, bytes(2), np.array([1, 1], np.int32), np.array([8, 9]))",
     "page_index().apply_snapshot(1, 'e', {}, np.array([8, 9]))",
 ]
@@ -53,6 +55,7 @@ SLOTS = [0, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 2, -1, -(2**31), 
 PROGRAM = """
 import sys
 from array import array
+from random import Random
 import numpy as np
 import torch
 from raydix.cache_core import PageIndex, RadixCache, RadixKey, TokenToKVPoolAllocator, kernels
@@ -95,6 +98,22 @@ def matched(ids):
     cache.insert(RadixKey([1, 2, *ids, 7]))
     return [cache.match_prefix(RadixKey([1, 2, *ids, last])).prefix_len for last in (7, 8)], cache.total_size()
 
+def two_queues(seed):
+    random, pool = Random(seed), TokenToKVPoolAllocator(64, 2)
+    cache = RadixCache(2, None, pool, eviction_policy="2q")
+    hits = []
+    for _ in range(150):
+        key = RadixKey([random.choice([1, 2, 2**33]) for _ in range(2 * random.randrange(1, 9))])
+        found = cache.match_prefix(key)
+        cache.inc_lock_ref(found.last_node)
+        new = len(key) - found.prefix_len
+        cache.evict(max(0, new - pool.available_size()))
+        cache.insert(key, torch.cat([found.indices, pool.alloc(new)]), prev_prefix_len=found.prefix_len)
+        cache.dec_lock_ref(found.last_node)
+        hits.append(found.prefix_len)
+    queues = cache.parts.two_queues
+    return hits, queues.num_protected, queues.memory.num_recent
+
 def adopted(first, page_size):
     cache = RadixCache(page_size)
     cache.insert(KEY, torch.arange(4) // 2 + first)
@@ -118,6 +137,7 @@ def calls() -> list[str]:
     return [
         *(f"packed({row})" for row in rows),
         *(f"matched([{each}])" for each in IDS),
+        *(f"two_queues({seed})" for seed in range(3)),
         *(f"looked_up({each})" for each in IDS if -(2**63) <= each < 2**63),
         *(f"adopted({each}, {page_size})" for each in SLOTS for page_size in (1, 2)),
         *(call.format(each) for call in CALLS for each in (*COUNTS, *BEYOND_64_BITS, "1.0", "1.5")),
