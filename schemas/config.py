@@ -216,8 +216,10 @@ def _check_shapes_differ(shapes: Iterable[KVShape]) -> None:
 class EvictionConfig(_Config):
     """When the background task frees slots: woken above the high mark, it stops at the low one."""
 
-    policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority"] = Field(
-        default="lru", description="which unlocked leaf is evicted first; kinds other than radix and mamba need lru"
+    policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "2q"] = Field(
+        default="lru",
+        description="which unlocked leaf is evicted first; kinds other than radix and mamba need lru; "
+        "2q takes no tenants",
     )
     high_watermark: float = Field(default=0.9, gt=0, le=1, description="fraction of slots in use; 1.0: task off")
     low_watermark: float = Field(default=0.8, ge=0, lt=1, description="fraction of slots in use")
@@ -439,6 +441,10 @@ with warnings.catch_warnings():
         def _kind_has_tenants(self) -> Self:
             if self.tenants and self.kind not in ("radix", "mamba"):
                 raise ValueError(f"tenants are for kinds 'radix' and 'mamba', not {self.kind!r}")
+            if self.tenants and self.eviction.policy == "2q":
+                raise ValueError(
+                    "eviction.policy='2q' takes no tenants: choose another policy, 'lru' say, or leave the tenants out"
+                )
             check_tenants(self.tenants, self.pool.num_slots, self.page_size)
             return self
 

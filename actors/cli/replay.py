@@ -40,7 +40,7 @@ def replay(
     ] = None,
     policies: Annotated[
         list[str] | None,
-        typer.Option("--policy", metavar="NAME", help="lru, lfu, fifo, mru, filo, slru or priority; repeatable."),
+        typer.Option("--policy", metavar="NAME", help="lru, lfu, fifo, mru, filo, slru, priority or 2q; repeatable."),
     ] = None,
     page_sizes: Annotated[
         list[int] | None,

@@ -280,6 +280,17 @@ def test_the_conversation_trace_gives_the_rates_of_a_whole_page_lru() -> None:
     assert [row["hit_rate_percent"] for row in rows] == [pytest.approx(rate, abs=0.3) for rate in (5.6, 18.8, 34.4)]
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.trace
+def test_the_conversation_trace_gives_the_rates_of_two_queues() -> None:
+    """An independent simulation of whole pages of 512, one evicted at a time, gave these rates."""
+    capacities = ("--capacity", 1_024_000, "--capacity", 4_096_000)
+
+    rows = run_json("replay", os.environ["RAYDIX_TRACE"], "--policy", "2q", *capacities)
+
+    assert [row["hit_rate_percent"] for row in rows] == [pytest.approx(rate, abs=0.3) for rate in (7.72, 20.17)]
+
+
 def test_a_gzip_trace_is_read_as_it_is_and_a_broken_one_is_named(trace: Path, tmp_path: Path) -> None:
     packed, cut = tmp_path / "trace.jsonl.gz", tmp_path / "cut.gz"
     packed.write_bytes(gzip.compress(trace.read_bytes()))

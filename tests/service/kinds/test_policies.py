@@ -78,3 +78,15 @@ async def test_a_scan_passes_a_segmented_cache(request: pytest.FixtureRequest, a
             await cache.publish(page)
 
         assert await cache.matched(1) == 1
+
+
+async def test_a_prefix_that_came_back_outlives_a_scan(request: pytest.FixtureRequest, access: Access) -> None:
+    async with evicting_by("2q", request, access) as cache:
+        await cache.publish(1)
+        await cache.client.evict(1)
+        assert await cache.matched(1) == 0
+        await cache.publish(1)
+        for page in range(2, 20):  # more than twice the pool
+            await cache.publish(page)
+
+        assert await cache.matched(1) == 1

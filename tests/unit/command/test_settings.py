@@ -192,7 +192,7 @@ def test_variables_of_other_programs_are_left_alone() -> None:
         ("pool: {num_slots: 64}\nghost: true\n", "FILE, line 2: ghost must have keys, not a value"),
         (
             "pool: {num_slots: 64}\neviction: {policy: LRU}\n",
-            "FILE, line 2: eviction.policy: must be 'lru', 'lfu', 'fifo', 'mru', 'filo', 'slru' or 'priority', "
+            "FILE, line 2: eviction.policy: must be 'lru', 'lfu', 'fifo', 'mru', 'filo', 'slru', 'priority' or '2q', "
             "not 'LRU' / eviction.policy: lru",
         ),
         (

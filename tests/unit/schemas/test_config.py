@@ -217,6 +217,11 @@ def test_defaults_are_those_of_the_design() -> None:
         ),
         (
             CacheConfig,
+            {"pool": POOL, "eviction": {"policy": "2q"}, "tenants": [{"name": "a"}]},
+            "eviction.policy='2q' takes no tenants: choose another policy, 'lru' say, or leave the tenants out",
+        ),
+        (
+            CacheConfig,
             {"pool": POOL, "tenants": [{"name": "a"}, {"name": "a", "lora_id": "b"}]},
             "2 tenants have the same name: 'a'",
         ),
