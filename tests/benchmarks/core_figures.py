@@ -14,6 +14,7 @@ MAX_PER_FLOOR = {"chat": 3.5, "documents": 2.8, "short": 4.0, "traced": 3.5, "pr
 GATES = {"chat": 4.5, "documents": 3.5, "short": 4.5, "traced": 5.0, "pressed": 6.0, "chains": 7.0}
 MAX_PACKINGS = {"traced": 2.0}
 MAX_TAIL = 6.0  # p99 of a match, as a ratio to its median
+MAX_TWO_QUEUES = 1.15
 WINDOW, MAX_WINDOWED, MAX_SHORT = (
     1_024,
     5.0,
@@ -30,7 +31,7 @@ def figures(quick: bool) -> list[Figure]:
         found = [
             figure for name in known_workloads() for figure in _of_workload(list(rows_of(name, scale, num_rounds)))
         ]
-        return [*found, *_windowed(scale, num_rounds)]
+        return [*found, *_windowed(scale, num_rounds), _by_two_queues(scale, num_rounds)]
     finally:
         torch.set_num_threads(num_threads)
 
@@ -43,6 +44,15 @@ def _windowed(scale: float, num_rounds: int) -> Iterator[Figure]:
         what = f"chat, window of {WINDOW:,}{room}, pages of 16, a request"
         cost = rounds[kind].mean()
         yield Figure("core", what, cost, "us", cost / rounds[plain].mean(), "without", at_most=goal)
+
+
+def _by_two_queues(scale: float, num_rounds: int) -> Figure:
+    """Return the cost of policy "2q", where each request evicts, as a ratio to that of "lru"."""
+    lru, two_queues = (16, "numpy", None, 1, "lru"), (16, "numpy", None, 1, "2q")
+    rounds = run_in_turns(WORKLOADS["pressed"](scale), (lru, two_queues), num_rounds)
+    cost = rounds[two_queues].mean()
+    what = "pressed, policy 2q, pages of 16, a request"
+    return Figure("core", what, cost, "us", cost / rounds[lru].mean(), "lru", at_most=MAX_TWO_QUEUES)
 
 
 def _of_workload(rows: list[Row]) -> Iterator[Figure]:
