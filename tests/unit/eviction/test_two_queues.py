@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -248,6 +249,36 @@ def test_states_take_nothing_from_the_queues() -> None:
 
     assert before == 3
     assert (pool.available_size(), len(cache.state_slots())) == (NUM_PAGES * PAGE, 0)
+
+
+def test_random_requests_with_windows_and_states_lose_nothing() -> None:
+    random, num_slots = Random(3), 24 * PAGE
+    pool, states = SWATokenToKVPoolAllocator(num_slots, num_slots // 2, PAGE), MambaPool(8)
+    cache = MambaRadixCache(PAGE, pool, states, sliding_window_size=PAGE + 1, eviction_policy="2q")
+    most_protected = 0
+    for _ in range(400):
+        key = key_of(*(random.randrange(2) for _ in range(random.randint(1, 7))))
+        found = cache.match_prefix(key)
+        receipt = cache.inc_lock_ref(found.last_node)
+        missing = len(key) - found.prefix_len
+        cache.evict(
+            max(0, missing - pool.available_size()),
+            max(0, missing - pool.swa_available_size()),
+            max(0, 1 - states.available_size()),
+        )
+        slot = states.alloc_track_slot()
+        slots = torch.cat([found.indices, pool.alloc(missing)])
+        done = cache.insert(key, slots, from_node=found.last_node, mamba_value=slot)
+        pool.free(done.duplicate_indices)
+        if done.mamba_exist:
+            states.free_track_slot(slot)
+        cache.dec_lock_ref(found.last_node, receipt)
+        cache.check_invariants()
+        assert cache.total_size() + pool.available_size() == num_slots
+        assert len(cache.state_slots()) + states.available_size() == 8
+        most_protected = max(most_protected, protected_pages(cache))
+
+    assert most_protected > 6
 
 
 def test_tenants_are_refused() -> None:
