@@ -34,20 +34,14 @@ class CoreRun:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        page_size: int,
-        form: str,
-        window: int | None = None,
-        window_share: int = 1,
-        policy: str = "lru",
+        self, workload: Workload, page_size: int, form: str, window: int | None = None, window_share: int = 1
     ) -> None:
         num_slots = workload.capacity(page_size)
         self.pool: Any = TokenToKVPoolAllocator(num_slots, page_size)
         if window is not None:
             num_windows = num_slots // window_share // page_size * page_size
             self.pool = SWATokenToKVPoolAllocator(num_slots, num_windows, page_size)
-        self.cache = RadixCache(page_size, window, self.pool, eviction_policy=policy)
+        self.cache = RadixCache(page_size, token_to_kv_pool_allocator=self.pool, sliding_window_size=window)
         self.hits: list[int] = []
         self._workload = workload
         self._page_size = page_size
