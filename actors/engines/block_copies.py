@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raydix.schemas import InvalidRequest
 
-STAMP_BYTES = 16  # in the last segment of a slot; a page has one identity and one digest
+STAMP_BYTES = 16  # the last segment of a slot; a page has one identity and one digest
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MANY_RUNS = 64  # more runs are copied by index, through a temporary tensor
 _TEMPORARY_BYTES = 2**20
@@ -205,7 +205,7 @@ class PoolTarget:
         step = self.pages_per_block
         if self.staging is not None:
             kept = np.flatnonzero(pages >= 0)
-            kept = kept[np.argsort(pages[kept], kind="stable")]  # so that records follow one another
+            kept = kept[np.argsort(pages[kept], kind="stable")]  # records that follow one another are one transfer
             for start in range(0, len(kept), len(self.staging)):
                 of_chunk = kept[start : start + len(self.staging)]
                 blocks, parts = block_ids[of_chunk // step], of_chunk % step

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raydix.schemas import CacheConfig
 
-_PAGE_BYTES, _WINDOWED_PAGE_BYTES, _ROW_BYTES, _STATE_BYTES = 12, 8, 9, 41  # in the allocators' tables
+_PAGE_BYTES, _WINDOWED_PAGE_BYTES, _ROW_BYTES, _STATE_BYTES = 12, 8, 9, 41  # the allocators' tables
 
 
 def available_memory() -> int:

@@ -21,7 +21,7 @@ from raydix.schemas.shown import byte_size
 logger = logging.getLogger(__name__)
 
 _RESERVING_THREADS = 8  # one thread reserves 1 to 8 GB a second, and a busy machine a tenth of that
-_RESERVED_BYTES = 256 * 2**20  # by one call
+_RESERVED_BYTES = 256 * 2**20  # one call's
 
 
 class ExportedPool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from raydix.cache_core.pool.copy_slots import check_out, check_shapes, put_rows, take_rows
-from raydix.cache_core.pool.pool_layout import PoolLayout
+from raydix.cache_core.pool.pool_layout import PoolLayout, memory_for
 
 
 class KVPool:
@@ -28,11 +28,7 @@ class KVPool:
         self, layout: PoolLayout, device: torch.device | str = "cpu", storage: torch.Tensor | None = None
     ) -> None:
         self.layout = layout
-        if storage is None:
-            storage = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-        elif storage.numel() < layout.num_bytes:
-            raise ValueError(f"storage must have at least {layout.num_bytes} bytes, not {storage.numel()}")
-        self.storage = storage
+        storage = self.storage = memory_for(layout.num_bytes, device, storage)
         self._page_size = 1 if layout.max_seq_len else layout.page_size  # consecutive slots that can be copied as one
         layers = layout.views(storage)
         none = torch.empty(0, dtype=layout.dtype, device=storage.device)

@@ -158,6 +158,19 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def memory_for(num_bytes: int, device: torch.device | str, storage: torch.Tensor | None) -> torch.Tensor:
+    """Return the memory of a pool: `storage`, or zeroed memory of a device if it is None.
+
+    Raises:
+        ValueError: `storage` is too small.
+    """
+    if storage is None:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    if storage.numel() < num_bytes:
+        raise ValueError(f"storage must have at least {num_bytes} bytes, not {storage.numel()}")
+    return storage
+
+
 def _bytes_of(shape: Shape, dtype: torch.dtype) -> int:
     return aligned(max(1, prod(shape)) * dtype.itemsize)  # an empty tensor also needs a place
 

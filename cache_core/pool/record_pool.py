@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raydix.cache_core.pool.pool_layout import aligned
+from raydix.cache_core.pool.pool_layout import aligned, memory_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,8 @@ class RecordPool:
     def __init__(
         self, layout: RecordLayout, device: torch.device | str = "cpu", storage: torch.Tensor | None = None
     ) -> None:
-        if storage is None:
-            storage = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-        elif storage.numel() < layout.num_bytes:
-            raise ValueError(f"storage must have at least {layout.num_bytes} bytes, not {storage.numel()}")
+        storage = self.storage = memory_for(layout.num_bytes, device, storage)
         self.layout = layout
-        self.storage = storage
         kinds, at = [], 0
         for number, num_bytes in layout.shapes:
             kinds.append(storage[at : at + number * num_bytes].view(number, num_bytes))

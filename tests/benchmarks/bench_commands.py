@@ -32,6 +32,11 @@ class Limit(NamedTuple):
     at_most: float
     gate: float
 
+    @property
+    def command(self) -> str:
+        """The command without `raydix`."""
+        return " ".join(self.arguments)
+
 
 LIMITS = (
     Limit(("--version",), 0.2, 0.4),
@@ -51,19 +56,15 @@ def figures(quick: bool) -> list[Figure]:
         execute = partial(subprocess.run, check=True, stdout=subprocess.DEVNULL, env=environment)
         works = {IMPORTS: partial(execute, [sys.executable, "-c", IMPORTS])}
         for limit in LIMITS:
-            command = [sys.executable, "-m", "raydix.actors.cli", *limit.arguments]
-            works[" ".join(limit.arguments)] = partial(execute, command)
+            works[limit.command] = partial(execute, [sys.executable, "-m", "raydix.actors.cli", *limit.arguments])
         times = times_in_turns(works, num_rounds=1 if quick else 5)
         shutdown_cache(cache)
     imports = median(times[IMPORTS])
     found = []
     for limit in LIMITS:
-        name = " ".join(limit.arguments)
-        took = median(times[name])
-        ratio = took / imports
-        found.append(
-            Figure("commands", f"raydix {name}", took, "s", ratio, IMPORTS, at_most=limit.at_most, gate=limit.gate)
-        )
+        took = median(times[limit.command])
+        what, ratio = f"raydix {limit.command}", took / imports
+        found.append(Figure("commands", what, took, "s", ratio, IMPORTS, at_most=limit.at_most, gate=limit.gate))
     return found
 
 
