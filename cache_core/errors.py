@@ -42,8 +42,11 @@ class LeaseRangeError(CoreError, ValueError):
 class OutOfSlotsError(CoreError):
     """The pool is too full for a request, even after all evictions that are allowed. Nothing was allocated.
 
-    The counts are in the unit that `pool` names: "slots", "window slots" or "states". `capacity` is the size of the
-    pool. If the cap of a tenant is the limit, `tenant` is its name, `capacity` the cap, and the counts are its own.
+    Attributes:
+        needed, free, evictable: counts in the unit that `pool` names.
+        capacity: the size of the pool, or the cap of the tenant.
+        pool: "slots", "window slots" or "states".
+        tenant: the tenant with a cap that is the limit; then all counts are its own. None: the pool is full.
     """
 
     def __init__(

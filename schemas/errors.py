@@ -10,7 +10,7 @@
     ├── ConfigMismatch     the cache runs with another configuration, or its pool does not fit a model
     └── InvalidRequest     the request can never be served as it is
 
-Every constructor takes positional arguments only and keeps them in ``args``: an exception with required keyword
+Every constructor takes positional arguments only and keeps them in `args`: an exception with required keyword
 arguments does not survive Ray's pickling.
 """
 
@@ -38,6 +38,7 @@ class PoolExhausted(CacheError):
         needed, free, evictable: counts in the unit of `pool`, as all others.
         held_slots: held by `open_leases` leases, locked in the tree or privately. A slot that leases share is counted
             once, for the oldest of them.
+        open_leases: leases that hold them.
         can_ever_fit: False: the request is larger than the pool, or than its tenant's share. Waiting cannot help.
         pool: "slots" of tokens, "window slots" or "states".
         owners: the owners of the leases that hold the most slots of tokens, the largest first.
@@ -122,7 +123,11 @@ class UnknownLease(CacheError):
 
 
 class CacheBusy(CacheError):
-    """A bounded queue is full. Nothing was queued; try again after `retry_after_s` seconds."""
+    """A bounded queue is full. Nothing was queued; try again later.
+
+    Attributes:
+        retry_after_s: seconds to wait before that.
+    """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s)

@@ -47,7 +47,7 @@ class BlockHashes(Sequence[int]):
 
     @classmethod
     def pack(cls, hashes: BlockHashes | NDArray[np.int64] | Iterable[int]) -> BlockHashes:
-        """Pack integers in [-2**63, 2**63).
+        """Pack integers in `[-2**63, 2**63)`.
 
         Raises:
             ValueError: a hash is not such an integer.
