@@ -14,6 +14,7 @@ from ray.scripts.scripts import cli as ray_commands
 from support.documents import (
     DOCUMENTS,
     GUIDES,
+    INDEX,
     README,
     ROOT,
     RUN,
@@ -33,7 +34,7 @@ FOLDERS = ("actors", "cache_core", "examples", "schemas", "tests")
 NOT_CODE = ("", "promql")  # diagrams, output and queries
 MAX_README_LINES = 200
 
-each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 @each_document
@@ -140,8 +141,23 @@ def test_the_readme_is_short_and_links_to_every_guide() -> None:
     assert [guide.name for guide in GUIDES if f"](examples/{guide.name})" not in text] == []
 
 
+def test_a_guide_names_its_readers_first_and_the_index_lists_it_for_each_of_them() -> None:
+    listed: dict[str, set[str]] = {}
+    for role, links in re.findall(r"^## (.*)\n(.*(?:\n(?!## ).*)*)", INDEX.read_text(), flags=re.MULTILINE):
+        for name in re.findall(r"\]\(([\w-]+\.md)\)", links):
+            listed.setdefault(name, set()).add(role.lower())
+    named = {}
+    for guide in GUIDES:
+        if guide != INDEX:
+            readers = re.match(r"# .*\n\nFor (.*)\.\n\n", guide.read_text())
+            assert readers is not None, f"{guide.name}: the line below the title must be `For operators.`, or the like"
+            named[guide.name] = set(re.split(r", | and ", readers[1]))
+
+    assert named == listed
+
+
 def test_the_glossary_has_25_words_each_once() -> None:
-    glossary = README.read_text().partition("\n## Glossary\n")[2]
+    glossary = (ROOT / "examples/glossary.md").read_text()
     words = re.findall(r"^\| ([\w ]+) \|", glossary, flags=re.MULTILINE)[1:]
 
     assert len(words) == len(set(words)) == 25

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 GUIDES = sorted((ROOT / "examples").glob("*.md"))
-DOCUMENTS = [README, *GUIDES]
+INDEX = ROOT / "examples" / "README.md"  # the index of the guides
+DOCUMENTS = [README, CONTRIBUTING, *GUIDES]
 RUN = ("python", "sh", "yaml", "console")  # languages of blocks that tests run
 
 

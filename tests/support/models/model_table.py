@@ -28,6 +28,8 @@ LONGEST_REASON = 220  # characters
 INTRODUCTION = f"""\
 # Models that `TransformersWorker` serves
 
+For worker authors.
+
 Each causal LM of transformers {transformers.__version__} was made with a tiny random configuration and ran on a CPU
 with torch {torch.__version__.partition("+")[0]} and pages of {", ".join(map(str, PAGE_SIZES))} tokens.
 Two workers shared a cache: one wrote the KV that the other one read. The requests had

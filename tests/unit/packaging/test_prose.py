@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.documents import README, ROOT
+from support.documents import CONTRIBUTING, README, ROOT
 from support.prose import BANNED, counts_of, found_in, habits_of, texts_below, texts_of
 
 DONE = (
@@ -91,8 +91,9 @@ def test_other_texts_have_hardly_any(folder: str) -> None:
     assert [found for text in texts if not text.is_public for found in found_in(text) if found.kind in too_many] == []
 
 
-def test_the_readme_has_no_banned_word() -> None:
-    assert [found for text in texts_of(README, are_tests=False) for found in found_in(text)] == []
+@pytest.mark.parametrize("path", [README, CONTRIBUTING], ids=lambda path: path.name)
+def test_the_documents_of_the_root_have_no_banned_word(path: Path) -> None:
+    assert [found for text in texts_of(path, are_tests=False) for found in found_in(text)] == []
 
 
 def test_the_counts_of_the_other_folders() -> None:
