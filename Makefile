@@ -22,13 +22,14 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
+DOCS  := $(VENV)/.installed-docs
 # vLLM needs an environment of its own: it wants an older transformers, and gigabytes of packages.
 ENGINES_VENV  ?= .venv-engines
 ENGINES       := $(ENGINES_VENV)/bin
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv engines-venv demo test test-core test-asan test-more test-long test-trace test-engines test-gpu coverage bench models lint clean
+.PHONY: help venv engines-venv demo test test-core test-asan test-more test-long test-trace test-engines test-gpu coverage bench models docs lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -45,6 +46,10 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard cache_core/kernels/
 
 $(DEV): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 venv: $(STAMP)  ## make .venv with the package (editable) and all that tests and examples need
@@ -69,7 +74,7 @@ test: $(STAMP)  ## the tests for each change, 8 minutes; ends with what did not 
 	$(BIN)/pytest -m "$(TEST)" $(SPREAD) $(ARGS)
 	$(if $(ARGS),,@echo "Other tests: make test-more ($(MORE_MINUTES) minutes), test-long (hours), test-trace, test-engines")
 
-test-more: $(STAMP)  ## the other tests that CI runs: what a test of make test nearly covers, and slow ones
+test-more: $(STAMP) $(DOCS)  ## the other tests that CI runs: what a test of make test nearly covers, and slow ones
 	$(if $(ARGS),,@echo "make test-more takes about $(MORE_MINUTES) minutes on two cores")
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
 	$(BIN)/pytest -m "$(MORE)" $(SPREAD) $(ARGS)
@@ -129,12 +134,18 @@ models: $(STAMP)  ## make examples/models.md again: how each model of the instal
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m support.models.model_table > examples/models.md.new
 	mv examples/models.md.new examples/models.md
 
-lint: $(DEV)  ## ruff, its formatter, mypy (strict for the packages)
+# Its variable hides a notice of mkdocs-material about MkDocs 2, which is no warning of the build.
+docs: $(DOCS)  ## the site of guides, names and commands, in site/; fails at a warning, such as a link that leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	$(if $(ARGS),,@echo "open site/index.html; the search needs a server: $(BIN)/python -m http.server -d site")
+
+lint: $(DEV) $(DOCS)  ## ruff, its formatter, mypy (strict for the packages)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	@if ls examples/*.py >/dev/null 2>&1; then echo "$(BIN)/mypy examples" && $(BIN)/mypy examples; fi
+	$(BIN)/mypy .site/*.py
 
 clean:  ## remove caches and builds; .venv stays
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
