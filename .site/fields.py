@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 SEVERAL_NAMES = re.compile(r"^    (\w+(?:, \w+)+):( .*(?:\n     +.*)*)", re.MULTILINE)
+UNNAMED_BASES = re.compile(r"_\w+|PydanticMessage|BaseModel|NamedTuple")  # bases that say nothing to a reader
 LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 LONGEST_DEFAULT = 60  # characters
 
@@ -29,7 +30,7 @@ class Fields(griffe.Extension):
             if obj.docstring is not None:
                 obj.docstring.value = SEVERAL_NAMES.sub(_split_entry, obj.docstring.value)
             if isinstance(obj, griffe.Class):
-                obj.bases = [base for base in obj.bases if not str(base).startswith("_")]
+                obj.bases = [base for base in obj.bases if not UNNAMED_BASES.fullmatch(str(base))]
                 _add_fields(obj)
 
 

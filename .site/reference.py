@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import typer.main
+from pydantic import BaseModel
 
 from raydix.actors.cli.app import app
 
@@ -148,7 +149,7 @@ def options_of(path: str) -> str:
     if path in FURTHER:
         return "    options:\n      show_root_full_path: true\n"
     value = resolve(path)
-    if not inspect.isclass(value):
+    if not inspect.isclass(value) or issubclass(value, BaseModel):
         return ""
     public = [resolve(other) for package in PACKAGES for other in public_paths(package)]
     bases = [base for base in inspect.getmro(value) if base.__module__.startswith("raydix.") and base not in public]

@@ -158,9 +158,9 @@ def test_a_guide_names_its_readers_first_and_the_index_lists_it_for_each_of_them
 
 def test_the_site_has_each_guide_in_its_navigation_once() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
-    pages = re.findall(r"- ([\w-]+\.md)$", navigation, flags=re.MULTILINE)
+    pages = re.findall(r"([\w-]+\.md)$", navigation, flags=re.MULTILINE)
 
-    assert sorted(pages) == sorted("guides.md" if guide == INDEX else guide.name for guide in GUIDES)
+    assert sorted(pages) == sorted(["index.md", *("guides.md" if guide == INDEX else guide.name for guide in GUIDES)])
 
 
 def test_the_glossary_has_25_words_each_once() -> None:

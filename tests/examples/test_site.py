@@ -153,7 +153,7 @@ def test_a_program_that_a_document_names_is_a_page_with_its_source(site: Path) -
         assert " ".join(program.read_text().split()) in page_at(site / page).text
         assert f"`examples/{program.name}`" not in README.read_text() or page in linked
     assert any(target.startswith("programs/") for target in linked)
-    assert not list(site.rglob("*.py*"))
+    assert {path.suffix for path in site.rglob("*")} & {".py", ".pyc"} == set()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
