@@ -78,7 +78,7 @@ def _fields_of(cls: griffe.Class) -> dict[str, griffe.DocstringAttribute]:
         fields[name] = griffe.DocstringAttribute(
             name,
             annotation=_bare(member.annotation, cls),
-            value=member.value if info is None else _default_of(info),
+            value=_default_in_code(member.value) if info is None else _default_of(info),
             description=_comment_on(member) if info is None else _meaning_of(info),
         )
     return fields
@@ -86,7 +86,7 @@ def _fields_of(cls: griffe.Class) -> dict[str, griffe.DocstringAttribute]:
 
 def _is_field(member: griffe.Attribute) -> bool:
     """Whether the body of a class annotates an attribute, and not its `__init__`."""
-    if member.annotation is None or "property" in member.labels or str(member.annotation).startswith("ClassVar"):
+    if member.annotation is None or "property" in member.labels or "instance-attribute" not in member.labels:
         return False
     return re.match(rf"\s+{member.name}:", _lines_to(member)[-1]) is not None
 
@@ -113,7 +113,18 @@ def _bare(annotation: str | griffe.Expr | None, scope: griffe.Class) -> str | gr
     if isinstance(annotation, griffe.ExprSubscript) and str(annotation.left) == "Annotated":
         (bare, *_) = annotation.slice.elements if isinstance(annotation.slice, griffe.ExprTuple) else [annotation]
         return _bare(bare, scope)
+    if isinstance(annotation, griffe.ExprBinOp):
+        left, right = (_bare(part, scope) or "None" for part in (annotation.left, annotation.right))
+        return griffe.ExprBinOp(left, annotation.operator, right)
     return annotation
+
+
+def _default_in_code(value: str | griffe.Expr | None) -> str | griffe.Expr | None:
+    """Return a field's default as its class names it, also in `field(default=...)` of a dataclass."""
+    if isinstance(value, griffe.ExprCall) and str(value.function) == "field":
+        named = [part for part in value.arguments if isinstance(part, griffe.ExprKeyword)]
+        return next((part.value for part in named if part.name in ("default", "default_factory")), None)
+    return value
 
 
 def _default_of(info: FieldInfo) -> str | None:
