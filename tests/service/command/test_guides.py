@@ -25,7 +25,8 @@ NOT_RUN = {  # first word of a command, and the reason why no test runs it
 WITH_ENGINES = {"engines.md"}  # tests/engines/test_vllm_app.py runs their commands
 RUN_ELSEWHERE = {  # guide and section, and the tests that run its programs and commands
     ("fleet.md", "Ray Serve"): "tests/examples/test_serve_app.py; with vLLM: tests/engines",
-    ("fleet.md", "Feed other indexers"): "tests/service/exporters",
+    ("indexers.md", "Publish events"): "tests/service/exporters",
+    ("indexers.md", "Dynamo"): "tests/service/exporters",
 }
 WITH_BLOCKS = [
     path for path in GUIDES if path.name not in WITH_ENGINES and any(block.language in RUN for block in blocks(path))
