@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -30,7 +32,10 @@ from raydix.schemas.shown import brief
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+logger = logging.getLogger(__name__)
+
 SchedulingStrategy = NodeAffinitySchedulingStrategy | PlacementGroupSchedulingStrategy
+_LOOK_AGAIN_S = 5.0  # pause between two searches for a cache of this node
 
 
 def start_on_own_gpu(
@@ -92,7 +97,9 @@ def beside(cache: ActorHandle[Any] | str, *, namespace: str = NAMESPACE, timeout
     return on_node(handle.node_id)
 
 
-def nearest_cache(pattern: str, *, place: int = 0, namespace: str = NAMESPACE, timeout_s: float = 60) -> str:
+def nearest_cache(
+    pattern: str, *, place: int = 0, namespace: str = NAMESPACE, timeout_s: float = 60, wait_s: float = 0
+) -> str:
     """Return the name of a cache on this node: on a card that this process sees, if there are any such caches.
 
     Workers of one node that count their places from 0 are spread evenly over its caches.
@@ -102,14 +109,30 @@ def nearest_cache(pattern: str, *, place: int = 0, namespace: str = NAMESPACE, t
     Args:
         pattern: a shell pattern for the caches' names.
         place: the number of this worker on its node. It chooses one of several caches, in the order of their names.
+        timeout_s: for the caches to answer.
+        wait_s: for a cache of this node to start, as on a node that has just joined. The first one that answers ends
+            the wait, so workers that started before the other caches may share it.
 
     Raises:
-        CacheUnavailable: no such cache runs on this node, or it does not answer within `timeout_s`.
-        InvalidRequest: `place` is negative, or `timeout_s` is not a finite number of seconds.
+        CacheUnavailable: no such cache ran on this node within `wait_s`, or it does not answer within `timeout_s`.
+        InvalidRequest: `place` is negative, or `timeout_s` or `wait_s` is not a finite number of seconds.
     """
     if not isinstance(place, int) or place < 0:
         raise InvalidRequest(f"place must be a number from 0, such as a replica's local_rank, not {brief(place)}")
     checked_seconds(timeout_s)
+    deadline = time.monotonic() + checked_seconds(wait_s)
+    while True:
+        try:
+            return _nearest(pattern, place, namespace, timeout_s)
+        except CacheUnavailable as error:
+            if time.monotonic() >= deadline:
+                raise
+            logger.warning("%s; looking again in %g s", error, _LOOK_AGAIN_S)
+            time.sleep(min(_LOOK_AGAIN_S, max(0.0, deadline - time.monotonic())))
+
+
+def _nearest(pattern: str, place: int, namespace: str, timeout_s: float) -> str:
+    """Look once; see `nearest_cache`."""
     found = find_caches(pattern, namespace)
     asked: dict[str, Any] = {name: found[name].pool_handle.remote() for name in sorted(found)}
     answered = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)[0]) if asked else set()

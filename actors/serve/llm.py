@@ -41,25 +41,29 @@ __all__ = ["NearServer", "node_resource", "router_config", "transfer_config"]
 
 _TOKENS_OF = "raydix.actors.engines.vllm.tokens:ChatTokens"
 _TRANSFER, _SETTINGS = "kv_transfer_config", "kv_connector_extra_config"
+_CACHE_START_S = 600.0  # a node's cache may start after its replicas: it reads the model, and reserves its memory
 
 
 class NearServer(LLMServer):
     """A replica on a cache of its node, which it names for the router.
 
-    The setting `cache` of the connector is a pattern of names. The replicas of a node are spread over its caches.
+    The setting `cache` of the connector is a pattern of names. The replicas of a node are spread over its caches. A
+    replica waits up to 10 minutes for a cache, as Serve may start it before the cache of a new node.
     """
 
     async def __init__(self, llm_config: LLMConfig, **options: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         """Choose the cache, and start the engine with it.
 
         Raises:
-            CacheUnavailable: no such cache runs on this node.
+            CacheUnavailable: no such cache has started on this node in time.
             InvalidRequest: a setting of the connector is wrong.
         """
         transfer = llm_config.engine_kwargs[_TRANSFER]
         settings = EngineSettings.of(transfer[_SETTINGS])
         place = serve.get_replica_context().rank.local_rank
-        self._cache = await asyncio.to_thread(nearest_cache, settings.cache, place=place, namespace=settings.namespace)
+        self._cache = await asyncio.to_thread(
+            nearest_cache, settings.cache, place=place, namespace=settings.namespace, wait_s=_CACHE_START_S
+        )
         chosen = transfer | {_SETTINGS: transfer[_SETTINGS] | {"cache": self._cache}}
         llm_config.update_engine_kwargs(**{_TRANSFER: chosen})
         await super().__init__(llm_config, **options)

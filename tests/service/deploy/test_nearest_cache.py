@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from raydix.actors import shutdown_cache, start_cache
+from raydix.actors.cluster import placement
 from raydix.actors.cluster.placement import nearest_cache
 from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolConfig
 
 pytestmark = pytest.mark.ray
+
+CONFIG = CacheConfig(page_size=16, pool=PoolConfig(num_slots=64))
 
 
 @pytest.fixture(scope="module")
 def namespace(ray_cluster: None) -> Iterator[str]:
     """A Ray namespace with two caches."""
     name = f"near-{uuid4().hex[:8]}"
-    config = CacheConfig(page_size=16, pool=PoolConfig(num_slots=64))
-    handles = [start_cache(config, name=each, namespace=name) for each in ("chat-0", "chat-1")]
+    handles = [start_cache(CONFIG, name=each, namespace=name) for each in ("chat-0", "chat-1")]
     yield name
     for handle in handles:
         shutdown_cache(handle)
@@ -40,9 +44,32 @@ def test_a_node_without_such_a_cache(namespace: str) -> None:
         nearest_cache("code-*", namespace=namespace)
 
 
+@pytest.mark.more
+def test_a_worker_waits_for_the_cache_of_a_new_node(
+    namespace: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache starts in the pause after the first search."""
+    handles: list[Any] = []
+
+    def pause(seconds: float) -> None:
+        if not handles:
+            handles.append(start_cache(CONFIG, name="late-0", namespace=namespace))
+
+    monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
+
+    assert nearest_cache("late-*", namespace=namespace, wait_s=600) == "late-0"
+    assert "no cache with a name like 'late-*' runs on node" in caplog.text
+    shutdown_cache(handles[0])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"place": -1}, "place must be"), ({"place": "0"}, "place must be"), ({"timeout_s": -1}, "seconds")],
+    [
+        ({"place": -1}, "place must be"),
+        ({"place": "0"}, "place must be"),
+        ({"timeout_s": -1}, "seconds"),
+        ({"wait_s": -1}, "seconds"),
+    ],
 )
 def test_wrong_arguments(namespace: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
