@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.documents import ROOT
+from support.processes.ray_head import free_port
 
 from raydix.schemas import InvalidRequest
 
@@ -34,12 +35,6 @@ def no_serve(ray_address: str) -> Iterator[None]:
     serve.shutdown()
     yield
     serve.shutdown()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def config(**options: Any) -> Any:

@@ -21,6 +21,9 @@ NOT_RUN = {  # first word of a command, and the reason why no test runs it
     "pip": "it changes the environment",
     "export": "it is for the user's cluster",
     "ray": "the tests have a cluster of their own",
+    "docker": "no engine for images runs here; tests/examples/test_kuberay.py reads the lines",
+    "helm": "the tests have no Kubernetes",
+    "kubectl": "the tests have no Kubernetes; tests/examples/test_kuberay.py parses the commands",
 }
 WITH_ENGINES = {"engines.md"}  # tests/engines/test_vllm_app.py runs their commands
 RUN_ELSEWHERE = {  # guide and section, and the tests that run its programs and commands

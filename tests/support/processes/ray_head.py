@@ -11,18 +11,29 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
 
+def free_port() -> int:
+    """Return a port that no program uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 @contextmanager
-def ray_head(**environ: str) -> Iterator[str]:
-    """Start a head node with more variables in its environment; yield the cluster's address."""
-    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
+def ray_head(dashboard_port: int | None = None, **environ: str) -> Iterator[str]:
+    """Start a head node with more variables in its environment; yield the cluster's address.
+
+    With a `dashboard_port` it takes jobs there.
+    """
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        port = free_port()
         start = (
             f"start --head --block --port {port} --temp-dir {folder} --num-cpus 0 --num-gpus 0 --disable-usage-stats"
         )
-        memory = "--include-dashboard false --object-store-memory 80000000".split()
+        memory = ["--object-store-memory", "80000000"]
+        dashboard = ["--include-dashboard", "false"]
+        if dashboard_port is not None:
+            dashboard = ["--dashboard-port", f"{dashboard_port}", "--dashboard-agent-listen-port", f"{free_port()}"]
         head = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", *start.split(), *memory],
+            [sys.executable, "-m", "ray.scripts.scripts", *start.split(), *memory, *dashboard],
             env=os.environ | environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
