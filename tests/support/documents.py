@@ -11,9 +11,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+SECURITY = ROOT / "SECURITY.md"
 GUIDES = sorted((ROOT / "examples").glob("*.md"))
 INDEX = ROOT / "examples" / "README.md"  # the index of the guides
-DOCUMENTS = [README, CONTRIBUTING, *GUIDES]
+DOCUMENTS = [README, CONTRIBUTING, SECURITY, *GUIDES]
 RUN = ("python", "sh", "yaml", "console")  # languages of blocks that tests run
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.documents import CONTRIBUTING, README, ROOT
+from support.documents import CONTRIBUTING, README, ROOT, SECURITY
 from support.prose import BANNED, counts_of, found_in, habits_of, texts_below, texts_of
 
 DONE = (
@@ -91,7 +91,7 @@ def test_other_texts_have_hardly_any(folder: str) -> None:
     assert [found for text in texts if not text.is_public for found in found_in(text) if found.kind in too_many] == []
 
 
-@pytest.mark.parametrize("path", [README, CONTRIBUTING], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [README, CONTRIBUTING, SECURITY], ids=lambda path: path.name)
 def test_the_documents_of_the_root_have_no_banned_word(path: Path) -> None:
     assert [found for text in texts_of(path, are_tests=False) for found in found_in(text)] == []
 
