@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.schemas.shown import brief, byte_size, counted
@@ -42,6 +43,20 @@ def choose_nodes(node: str | None, every_gpu_node: bool, nodes: Mapping[str, boo
         number = "no node" if not found else counted(len(found), "node")
         raise CommandError(f"--node: the id of {number} begins with {brief(node)}", f"one of {listed}", USAGE)
     return found
+
+
+def name_engines(name: str, nodes: Sequence[str], running: Mapping[str, str | None]) -> list[str]:
+    """Return the name of the cache of each node: of the one that runs there, or else a free one: NAME-0, NAME-1, ...
+
+    So a second start after a node was replaced starts the missing cache alone.
+
+    Args:
+        nodes: ids of nodes.
+        running: name of a cache without its rank -> id of its node; None: it is not known.
+    """
+    there = {node_id: engine for engine, node_id in reversed(list(running.items())) if node_id is not None}
+    free = (engine for number in count() if (engine := f"{name}-{number}") not in running)
+    return [there.get(node_id) or next(free) for node_id in nodes]
 
 
 def check_memory(num_pools: int, num_bytes: int, node_id: str, free: int) -> None:

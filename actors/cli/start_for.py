@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from rich.console import Group
 from rich.text import Text
 
 from raydix.actors.cli.cluster import cache_names, join
-from raydix.actors.cli.engine_nodes import SHORT_ID, check_memory, check_no_node_is_named, choose_nodes
+from raydix.actors.cli.engine_nodes import SHORT_ID, check_memory, check_no_node_is_named, choose_nodes, name_engines
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import show
 from raydix.actors.cli.start_one import start_one, table_of_started
@@ -117,7 +118,9 @@ def start_for_engine(
     if not in_memory:
         check_no_node_is_named(wishes.node, wishes.every_gpu_node)
     nodes: list[str] | list[None] = _nodes(wishes) if in_memory else [None]
-    engines = [settings.name] if not wishes.every_gpu_node else [f"{settings.name}-{at}" for at in range(len(nodes))]
+    engines = [settings.name]
+    if wishes.every_gpu_node:
+        engines = name_engines(settings.name, [node for node in nodes if node], _running(settings.name, namespace))
     names = {engine: _names_of_ranks(engine, len(kvs)) for engine in engines}
     there = cache_names(namespace)
     _check_names(settings, names, there, namespace, timeout_s)
@@ -196,6 +199,17 @@ def _nodes(wishes: EngineWishes) -> list[str]:
 
     here = ray.get_runtime_context().get_node_id()
     return choose_nodes(wishes.node, wishes.every_gpu_node, alive_nodes(), here)
+
+
+def _running(name: str, namespace: str) -> dict[str, str | None]:
+    """Return the node of each running cache NAME-0, NAME-1, ..., by its name without its rank."""
+    from raydix.actors.cluster.placement import pools_of
+
+    nodes: dict[str, str | None] = {}
+    for cache, pool in pools_of(f"{escape(name)}-*", namespace).items():
+        if found := re.fullmatch(rf"({re.escape(name)}-\d+)(-tp\d+)?", cache):
+            nodes[found[1]] = pool.node_id if pool is not None else nodes.get(found[1])
+    return nodes
 
 
 def _check_names(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -133,25 +134,30 @@ def nearest_cache(
 
 def _nearest(pattern: str, place: int, namespace: str, timeout_s: float) -> str:
     """Look once; see `nearest_cache`."""
-    found = find_caches(pattern, namespace)
-    asked: dict[str, Any] = {name: found[name].pool_handle.remote() for name in sorted(found)}
-    answered = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)[0]) if asked else set()
     node_id = ray.get_runtime_context().get_node_id()
-    here: dict[str, str | None] = {}  # the card of each cache
-    for name, answer in asked.items():
-        if answer not in answered:
-            continue
-        try:
-            pool = cast(PoolHandle, ray.get(answer))
-        except RayError:  # it has ended, or restarts
-            continue
-        if pool.node_id == node_id:
-            here[name] = pool.gpu_uuid
+    pools = pools_of(pattern, namespace, timeout_s)
+    here = {name: pool.gpu_uuid for name, pool in pools.items() if pool is not None and pool.node_id == node_id}
     if not here:
         raise CacheUnavailable(f"no cache with a name like {pattern!r} runs on node {node_id}: start one there")
     cards = gpu_uuids() if any(here.values()) else []
     near = [name for name, card in here.items() if card in cards] or list(here)
     return near[place % len(near)]
+
+
+def pools_of(pattern: str, namespace: str = NAMESPACE, timeout_s: float = 60) -> dict[str, PoolHandle | None]:
+    """Return the pools of the caches with names that match a pattern, in the order of their names.
+
+    The pool of a cache that does not answer within `timeout_s` is None: it restarts, or has ended.
+    """
+    found = find_caches(pattern, namespace)
+    asked: dict[str, Any] = {name: found[name].pool_handle.remote() for name in sorted(found)}
+    answered = set(ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)[0]) if asked else set()
+    pools: dict[str, PoolHandle | None] = dict.fromkeys(asked)
+    for name, answer in asked.items():
+        if answer in answered:
+            with suppress(RayError):
+                pools[name] = cast(PoolHandle, ray.get(answer))
+    return pools
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from support.documents import ROOT
 from support.processes.ray_head import free_port
 
@@ -66,6 +67,19 @@ def test_serve_takes_the_parts_and_sends_them_to_replicas() -> None:
     assert router.request_router_kwargs["tokens_of_timeout_s"] == 2.0
     assert made.server_cls.__name__ == "NearServer"
     assert made.engine_kwargs["kv_transfer_config"]["kv_load_failure_policy"] == "recompute"
+
+
+def test_serve_takes_the_replicas_of_the_manifest_for_kubernetes() -> None:
+    from ray.serve.llm import LLMConfig
+
+    documents = yaml.safe_load_all((ROOT / "examples/kuberay/rayservice.yaml").read_text())
+    (service,) = [document for document in documents if document["kind"] == "RayService"]
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+
+    (made,) = [LLMConfig.model_validate(config) for config in application["args"]["llm_configs"]]
+
+    assert made.server_cls.__name__ == "NearServer"
+    assert made.model_loading_config.model_source == "/models/chat"
 
 
 @pytest.mark.parametrize(

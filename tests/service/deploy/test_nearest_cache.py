@@ -9,10 +9,12 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+import ray
 
 from raydix.actors import shutdown_cache, start_cache
+from raydix.actors.cli.start_for import _running
 from raydix.actors.cluster import placement
-from raydix.actors.cluster.placement import nearest_cache
+from raydix.actors.cluster.placement import nearest_cache, pools_of
 from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolConfig
 
 pytestmark = pytest.mark.ray
@@ -36,6 +38,16 @@ def test_places_are_spread_over_the_caches_of_the_node(namespace: str) -> None:
 
     assert found == ["chat-0", "chat-1", "chat-0", "chat-1"]
     assert nearest_cache("*-1", namespace=namespace) == "chat-1"
+
+
+@pytest.mark.more
+def test_the_node_of_each_cache_is_found(namespace: str) -> None:
+    pools = pools_of("*-1", namespace)
+
+    here = ray.get_runtime_context().get_node_id()
+    assert {name: pool and pool.node_id for name, pool in pools.items()} == {"chat-1": here}
+    assert _running("chat", namespace) == {"chat-0": here, "chat-1": here}
+    assert _running("cha", namespace) == _running("*", namespace) == {}
 
 
 @pytest.mark.more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raydix.actors.cli.engine_nodes import check_memory, check_no_node_is_named, choose_nodes
+from raydix.actors.cli.engine_nodes import check_memory, check_no_node_is_named, choose_nodes, name_engines
 from raydix.actors.cli.failures import USAGE, CommandError
 
 NODES = {"aaa1": False, "aaa2": True, "bbb1": True}
@@ -35,6 +35,21 @@ def test_a_node_that_is_not_there_is_refused(node: str | None, nodes: dict[str, 
         choose_nodes(node, node is None, nodes, "aaa1")
 
     assert caught.value.exit_code == USAGE
+
+
+@pytest.mark.parametrize(
+    ("running", "names"),
+    [
+        ({}, ["kv-0", "kv-1"]),
+        ({"kv-0": "aaa2", "kv-1": "bbb1"}, ["kv-0", "kv-1"]),
+        ({"kv-1": "aaa2"}, ["kv-1", "kv-0"]),  # the node of kv-0 was replaced
+        ({"kv-0": "gone", "kv-1": "bbb1"}, ["kv-2", "kv-1"]),
+        ({"kv-0": None}, ["kv-1", "kv-2"]),  # it restarts
+        ({"kv-0": "bbb1", "kv-3": "bbb1"}, ["kv-1", "kv-0"]),
+    ],
+)
+def test_a_node_keeps_its_cache_and_others_get_free_names(running: dict[str, str | None], names: list[str]) -> None:
+    assert name_engines("kv", ["aaa2", "bbb1"], running) == names
 
 
 def test_pools_that_leave_no_tenth_of_the_memory_are_refused_with_their_sum() -> None:
