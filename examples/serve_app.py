@@ -1,6 +1,6 @@
 """Ray Serve: replicas of a model that share one prefix cache per node.
 
-    pip install 'raydix[serve,transformers]'
+    pip install '.[serve,transformers]'    # in the clone
     serve run --app-dir examples --working-dir examples serve_app:app    # sends this folder to the replicas
     curl localhost:8000 -d '{"token_ids": [1, 2, 3], "max_new_tokens": 8}'
 
@@ -33,7 +33,7 @@ try:
     from ray import serve
     from starlette.responses import JSONResponse
 except ImportError as error:
-    raise ImportError("Ray Serve needs the extra: pip install 'raydix[serve]'") from error
+    raise ImportError("Ray Serve needs an extra; in the clone: pip install '.[serve]'") from error
 
 from raydix.actors.serve.router import request_router_config
 

@@ -274,7 +274,7 @@ class LeaseConfig(_Config):
 
 
 class MetricsConfig(_Config):
-    """Ray's metrics of a cache actor, for Prometheus. They need the extra `raydix[metrics]`."""
+    """Ray's metrics of a cache actor, for Prometheus. They need the extra `metrics`."""
 
     interval_s: float = Field(
         default=5.0, gt=0, allow_inf_nan=False, description="seconds between readings of the counts"

@@ -1,4 +1,4 @@
-"""The version of this package, with the commit that it comes from."""
+"""The version of this package, with the commit that it comes from, and how its extras are installed."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def package_version() -> str:
         number = "unknown"
     commit = find_commit()
     return f"{number}+{commit}" if commit else number
+
+
+def how_to_install(extra: str) -> str:
+    """Return how a user installs the packages of an extra, such as "zmq". Raydix is in no package index."""
+    return f"in the clone: pip install '.[{extra}]'; or the wheel's file: pip install 'FILE.whl[{extra}]'"
 
 
 def find_commit(root: Path = _HERE.parent) -> str:

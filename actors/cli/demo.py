@@ -18,6 +18,7 @@ from raydix.actors.cli.output import AsJson, console, show
 from raydix.actors.cluster.capacity import read_capacity
 from raydix.actors.demo.workload import PAGE_SIZE, Workload
 from raydix.schemas.shown import counted, rate
+from raydix.schemas.version import how_to_install
 
 Tokens = Annotated[int, typer.Option(min=1, metavar="TOKENS")]
 _LOAD = Workload()
@@ -56,7 +57,7 @@ def demo(
     try:
         from raydix.actors.demo.run import broken_promises, demonstrate
     except ImportError as error:
-        raise CommandError(f"the demo needs a package: {error}", "pip install 'raydix[transformers]'", USAGE) from None
+        raise CommandError(f"the demo needs a package: {error}", how_to_install("transformers"), USAGE) from None
     import ray
 
     if not ray.is_initialized():

@@ -13,6 +13,7 @@ from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handl
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.schemas.shown import counted, shown
+from raydix.schemas.version import how_to_install
 
 if TYPE_CHECKING:
     from raydix.actors.exporters.vllm_events import VllmEventExporter
@@ -48,7 +49,7 @@ def export_events(
     try:
         from raydix.actors.exporters.vllm_events import VllmEventExporter
     except ImportError:
-        raise CommandError("exporting events needs msgspec and pyzmq", "pip install 'raydix[zmq]'", USAGE) from None
+        raise CommandError("exporting events needs msgspec and pyzmq", how_to_install("zmq"), USAGE) from None
     join(address, namespace)
     handle = cache_handle(name, namespace)
 

@@ -18,6 +18,7 @@ from raydix.actors.cli.output import AsJson, console, show, table_of
 from raydix.actors.cluster.capacity import read_capacity
 from raydix.actors.report.too_large import too_large
 from raydix.schemas.shown import counted, percent, points, short_count
+from raydix.schemas.version import how_to_install
 
 if TYPE_CHECKING:
     from raydix.actors.observe.trace import TracedRequest
@@ -154,7 +155,7 @@ def check_can_plot(path: Path) -> None:
 
         check_can_draw(path)
     except ImportError:
-        raise CommandError("--plot needs matplotlib", "pip install 'raydix[plot]'", USAGE) from None
+        raise CommandError("--plot needs matplotlib", how_to_install("plot"), USAGE) from None
     except (OSError, ValueError) as error:
         raise cannot_plot(path, error) from None
 

@@ -105,7 +105,7 @@ def start_for_engine(
     if not has_vllm():
         raise CommandError(
             f"vLLM reads the configuration of the model, and it is not installed for {sys.executable}",
-            "run it in the engine's environment, which has vllm, after: pip install raydix",
+            "run it in the engine's environment, which has vllm; there first, in the clone: pip install .",
             USAGE,
         )
     join(address, namespace)

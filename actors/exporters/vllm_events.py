@@ -22,12 +22,13 @@ from raydix.schemas import (
     StaleEpoch,
 )
 from raydix.schemas.shown import brief
+from raydix.schemas.version import how_to_install
 
 try:
     from raydix.actors.exporters.vllm_format import MAX_PAYLOAD_BYTES, VllmEncoder, in_batches
     from raydix.actors.exporters.zmq_publisher import ZmqPublisher
 except ImportError as error:
-    raise ImportError(f"exporting events needs msgspec and pyzmq: pip install 'raydix[zmq]' ({error})") from error
+    raise ImportError(f"exporting events needs msgspec and pyzmq ({error}); {how_to_install('zmq')}") from error
 
 logger = logging.getLogger(__name__)
 

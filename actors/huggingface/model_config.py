@@ -13,6 +13,7 @@ from raydix.actors.huggingface.measure import measure
 from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig
 from raydix.schemas.shown import brief
+from raydix.schemas.version import how_to_install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -136,7 +137,7 @@ def load_config(model: ModelSource) -> PreTrainedConfig:
     try:
         from transformers import AutoConfig, PreTrainedConfig
     except ImportError as error:
-        raise ImportError("a transformers model needs the extra: pip install raydix[transformers]") from error
+        raise ImportError(f"a transformers model needs an extra; {how_to_install('transformers')}") from error
     if isinstance(model, PreTrainedConfig):
         return model
     if not isinstance(model, (str, Mapping)):

@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import torch
 
+from raydix.schemas.version import how_to_install
+
 try:
     from transformers import Cache
 except ImportError as error:
-    raise ImportError("the transformers worker needs the extra: pip install raydix[transformers]") from error
+    raise ImportError(f"the transformers worker needs an extra; {how_to_install('transformers')}") from error
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.client.watched_actor import WatchedActor

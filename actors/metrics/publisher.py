@@ -10,6 +10,7 @@ from ray.util.metrics import Counter, Gauge
 from raydix.actors.loop_timer import LoopTimer
 from raydix.actors.metrics.table import METRICS, Labels, Metric
 from raydix.schemas import CacheStats, CacheUnavailable
+from raydix.schemas.version import how_to_install
 
 _NEEDED = (
     "aiohttp",
@@ -34,8 +35,8 @@ class MetricsPublisher:
     def __init__(self, stats: Callable[[], CacheStats], cache: str, interval_s: float) -> None:
         if missing := [name for name in _NEEDED if not _is_installed(name)]:
             raise CacheUnavailable(
-                f"CacheConfig.metrics is set, but Ray cannot export metrics without {', '.join(missing)}: "
-                "pip install 'raydix[metrics]' on every node, and restart Ray"
+                f"CacheConfig.metrics is set, but Ray cannot export metrics without {', '.join(missing)}; "
+                f"install them on every node, and restart Ray ({how_to_install('metrics')})"
             )
         self._stats = stats
         self._interval_s = interval_s

@@ -36,12 +36,13 @@ from raydix.actors.serve.sent_request import SentRequest
 from raydix.schemas import InvalidRequest, ReplicaRouterStats, RouteConfig
 from raydix.schemas.message import first_fault
 from raydix.schemas.shown import brief
+from raydix.schemas.version import how_to_install
 
 try:
     from ray.serve.config import RequestRouterConfig
     from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 except ImportError as error:
-    raise ImportError("Ray Serve needs the extra: pip install 'raydix[serve]'") from error
+    raise ImportError(f"Ray Serve needs an extra; {how_to_install('serve')}") from error
 if not hasattr(RunningReplica, "replica_metadata"):
     raise ImportError("RaydixRequestRouter needs Ray 2.60 or later: pip install 'ray[serve]>=2.60'")
 

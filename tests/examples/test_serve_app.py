@@ -144,4 +144,4 @@ def test_without_serve_the_example_names_the_package_to_install() -> None:
     done = run_program("sys.modules['ray.serve'] = None\nimport serve_app")
 
     assert done.returncode == 1
-    assert "ImportError: Ray Serve needs the extra: pip install 'raydix[serve]'" in done.stderr.splitlines()
+    assert "ImportError: Ray Serve needs an extra; in the clone: pip install '.[serve]'" in done.stderr.splitlines()

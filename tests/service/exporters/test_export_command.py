@@ -117,4 +117,4 @@ def test_without_the_extra_it_names_it(namespace: str, monkeypatch: pytest.Monke
 
     refused = run("export-events", "kv-0", "--namespace", namespace, exit_code=2)
 
-    assert "pip install 'raydix[zmq]'" in refused.stderr
+    assert "in the clone: pip install '.[zmq]'; or the wheel's file: pip install 'FILE.whl[zmq]'" in refused.stderr

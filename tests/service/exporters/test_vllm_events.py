@@ -617,7 +617,7 @@ def test_without_the_extra_the_error_names_it(missing: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; import {vllm_events.__name__}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "pip install 'raydix[zmq]'" in done.stderr.splitlines()[-1]
+    assert "in the clone: pip install '.[zmq]'" in done.stderr.splitlines()[-1]
 
 
 def test_hashes_are_those_of_the_cache_modulo_2_to_the_64() -> None:

@@ -120,7 +120,7 @@ async def test_without_rays_metrics_package_the_cache_names_the_package_to_insta
 
     monkeypatch.setattr(publisher, "_NEEDED", ("json", "no_such_module", "no_such.module"))
 
-    with pytest.raises(CacheUnavailable, match=r"without no_such_module, no_such\.module: pip install"):
+    with pytest.raises(CacheUnavailable, match=r"without no_such_module, no_such\.module; install them on every"):
         publisher.MetricsPublisher(lambda: pytest.fail("nothing is published"), "kv-0", 1.0)
 
 

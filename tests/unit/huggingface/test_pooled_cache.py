@@ -388,4 +388,4 @@ def test_without_transformers_the_error_names_the_extra() -> None:
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
-    assert "ImportError: the transformers worker needs the extra: pip install raydix[transformers]" in done.stderr
+    assert "the transformers worker needs an extra; in the clone: pip install '.[transformers]'; or" in done.stderr
