@@ -27,9 +27,17 @@ DOCS  := $(VENV)/.installed-docs
 ENGINES_VENV  ?= .venv-engines
 ENGINES       := $(ENGINES_VENV)/bin
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
+# The lowest versions that pyproject.toml allows.
+LOWEST_VENV   ?= .venv-lowest
+LOWEST        := $(LOWEST_VENV)/bin
+LOWEST_STAMP  := $(LOWEST_VENV)/.installed
+# The files that users install, and the folder where they are built.
+DIST       ?= dist
+DIST_BUILD ?= build/dist
 
 .DEFAULT_GOAL := help
-.PHONY: help venv engines-venv demo test test-core test-asan test-more test-long test-trace test-engines test-gpu coverage bench models docs lint clean
+.PHONY: help venv engines-venv demo test test-core test-asan test-more test-lowest test-long test-trace test-engines \
+	test-gpu coverage bench models docs lint dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -58,7 +66,7 @@ venv: $(STAMP)  ## make .venv with the package (editable) and all that tests and
 $(ENGINES_STAMP): pyproject.toml constraints-engines.txt setup.py $(wildcard cache_core/kernels/*.py)
 	$(PYTHON) -m venv $(ENGINES_VENV)
 	@echo "installing vLLM into $(ENGINES_VENV): 4 GB, which takes minutes"
-	$(ENGINES)/python -m pip install --quiet --disable-pip-version-check -c constraints-engines.txt -e '.[engines]'
+	$(ENGINES)/python -m pip install --quiet --disable-pip-version-check -c constraints-engines.txt -e '.[engines-test]'
 	-$(ENGINES)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -93,6 +101,19 @@ test-asan: $(STAMP)  ## tests of the core, under AddressSanitizer and UBSan, in 
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PYTHONPATH=$(CURDIR)/build/asan/lib; \
 	$(BIN)/python -c 'from raydix.cache_core import kernels as k; assert k.COMPILED and "build/asan" in k.__file__, k' && \
 	$(BIN)/pytest -m "$(WITHOUT_RAY)" -p no:cacheprovider --capture=sys $(SPREAD) $(SANITIZED) $(ARGS)
+
+# Libraries that constraints.txt pins are the same as in .venv.
+$(LOWEST_STAMP): pyproject.toml constraints.txt setup.py tests/support/lowest_versions.py $(wildcard cache_core/kernels/*.py)
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(PYTHON) tests/support/lowest_versions.py > $(LOWEST_VENV)/constraints.txt
+	@echo "installing into $(LOWEST_VENV); torch is large, so the first time takes minutes"
+	$(LOWEST)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-c $(LOWEST_VENV)/constraints.txt -e '.[test]'
+	@touch $@
+
+test-lowest: $(LOWEST_STAMP)  ## the tests of make test, with the lowest versions that pyproject.toml allows, in .venv-lowest
+	@$(LOWEST)/ray get-auth-token --generate >/dev/null 2>&1 || true
+	$(LOWEST)/pytest -m "$(TEST)" $(SPREAD) $(ARGS)
 
 test-long: $(STAMP)  ## the tests that CI leaves out: 100,000 random operations, failures of a fleet, every model
 	$(BIN)/pytest -m long --timeout=0 $(ARGS)
@@ -145,6 +166,18 @@ lint: $(DEV) $(DOCS)  ## ruff, its formatter, mypy (strict for the packages)
 	$(BIN)/mypy
 	@if ls examples/*.py >/dev/null 2>&1; then echo "$(BIN)/mypy examples" && $(BIN)/mypy examples; fi
 	$(BIN)/mypy .site/*.py
+
+# The wheels are built from the source distribution, so that it is complete. The pure one has a folder of its own, as
+# `pip install dist/*.whl` takes one file of a project.
+dist: $(STAMP)  ## sdist and wheels: dist/, and dist/pure/ without compiled modules; setup.py says what RAYDIX_URL does
+	rm -rf $(DIST_BUILD) && rm -f $(DIST)/raydix-* $(DIST)/pure/raydix-* && mkdir -p $(DIST_BUILD)
+	$(BIN)/python -m build --no-isolation --sdist --outdir $(DIST) .
+	tar -xzf $(DIST)/raydix-*.tar.gz -C $(DIST_BUILD)
+	RAYDIX_PLAIN= $(BIN)/python -m build --no-isolation --wheel --outdir $(DIST_BUILD) $(DIST_BUILD)/raydix-*/
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(DIST) $(DIST_BUILD)/*.whl || \
+		{ echo "no module was compiled: install gcc and Python's headers"; exit 1; }
+	rm -rf $(DIST_BUILD)/raydix-*/build
+	RAYDIX_PLAIN=1 $(BIN)/python -m build --no-isolation --wheel --outdir $(DIST)/pure $(DIST_BUILD)/raydix-*/
 
 clean:  ## remove caches and builds; .venv stays
 	rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

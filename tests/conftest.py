@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-WITH_CLUSTERS_OF_THEIR_OWN = {"chaos", "examples", "test_unix_socket_loops", "test_placement"}  # folders and files
+WITH_CLUSTERS_OF_THEIR_OWN = {  # folders and files
+    "chaos",
+    "examples",
+    "test_dist",
+    "test_placement",
+    "test_unix_socket_loops",
+}
 WITH_CACHES_OF_THEIR_OWN = {  # folders and files whose configurations no other test has: on Ray, each starts an actor
     "kinds",
     "observe",

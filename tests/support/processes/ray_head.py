@@ -6,8 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 
@@ -18,23 +19,27 @@ def free_port() -> int:
 
 
 @contextmanager
-def ray_head(dashboard_port: int | None = None, **environ: str) -> Iterator[str]:
-    """Start a head node with more variables in its environment; yield the cluster's address.
+def ray_head(
+    python: str | Path = sys.executable,
+    num_cpus: int = 0,
+    environ: Mapping[str, str] = os.environ,
+    dashboard_port: int | None = None,
+    **more: str,
+) -> Iterator[str]:
+    """Start a head node by an environment's Python, with more variables; yield the cluster's address.
 
     With a `dashboard_port` it takes jobs there.
     """
     with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         port = free_port()
-        start = (
-            f"start --head --block --port {port} --temp-dir {folder} --num-cpus 0 --num-gpus 0 --disable-usage-stats"
-        )
-        memory = ["--object-store-memory", "80000000"]
+        start = f"start --head --block --port {port} --temp-dir {folder} --num-cpus {num_cpus} --num-gpus 0"
+        less = "--disable-usage-stats --object-store-memory 80000000".split()
         dashboard = ["--include-dashboard", "false"]
         if dashboard_port is not None:
             dashboard = ["--dashboard-port", f"{dashboard_port}", "--dashboard-agent-listen-port", f"{free_port()}"]
         head = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", *start.split(), *memory, *dashboard],
-            env=os.environ | environ,
+            [python, "-m", "ray.scripts.scripts", *start.split(), *less, *dashboard],
+            env={**environ, **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -2,10 +2,12 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -16,6 +18,8 @@ PACKAGES = ("actors", "cache_core", "schemas")
 ROOT_PACKAGE = ".raydix"  # the folder of the package `raydix` itself
 KERNELS = "raydix/cache_core/kernels/"
 WARNING = "the core will be interpreted"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+ADDRESS = "https://git.example/team/raydix"
 
 
 def setuptools_is_new_enough() -> bool:
@@ -48,8 +52,10 @@ def build(folder: Path, kind: str, *, clone: bool = False, **environ: str) -> tu
     """
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    for path in (ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "LICENSE", *documents()):
+        copy = source / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
     copy_packages(source)
     if clone:
         for arguments in (
@@ -61,10 +67,20 @@ def build(folder: Path, kind: str, *, clone: bool = False, **environ: str) -> tu
 
     program = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=source, env=os.environ | environ, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=source,
+        env=os.environ | {"RAYDIX_PLAIN": "", "RAYDIX_URL": ""} | environ,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.splitlines()[-1], done.stdout + done.stderr
+
+
+def documents() -> list[Path]:
+    """The files for readers and the constraints, which a source distribution has besides the packages."""
+    examples = [path for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return [*ROOT.glob("*.md"), *ROOT.glob("constraints*.txt"), *examples]
 
 
 def copy_packages(folder: Path) -> None:
@@ -78,7 +94,8 @@ def our_files() -> set[str]:
         path.relative_to(ROOT).as_posix()
         for package in (ROOT_PACKAGE, *PACKAGES)
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".pyi", ".html", ".json") or path.name == "py.typed"
+        if (path.suffix in (".py", ".pyi", ".html", ".json") or path.name == "py.typed")
+        and path.name != "compiled.json"
     }
 
 
@@ -110,14 +127,43 @@ def test_with_a_compiler_the_wheel_holds_the_compiled_kernels_too(tmp_path: Path
     assert set(zipfile.ZipFile(built).namelist()) - compiled == set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_a_source_distribution_holds_what_a_build_needs_and_nothing_of_an_earlier_one(tmp_path: Path) -> None:
-    sdist, _ = build(tmp_path, "sdist")
+def test_a_source_distribution_holds_what_builds_and_readers_need_and_nothing_of_an_earlier_build(
+    tmp_path: Path,
+) -> None:
+    sdist, _ = build(tmp_path, "sdist", RAYDIX_URL=f"{ADDRESS}/")
 
     with tarfile.open(sdist) as archive:
-        names = {each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()}
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+        metadata = archive.extractfile(f"raydix-{VERSION}/PKG-INFO").read().decode()
 
-    assert {*our_files(), "pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
-    assert [name for name in names if name.endswith((".c", ".so")) or name.startswith("build/")] == []
+    ours = {*our_files(), *(path.relative_to(ROOT).as_posix() for path in documents())}
+    assert {*ours, "pyproject.toml", "setup.py", "LICENSE", "CHANGELOG.md", "constraints.txt"} <= names
+    leftovers = (".c", ".so", ".pyc", "compiled.json")
+    assert [name for name in names if name.endswith(leftovers) or name.startswith("build/")] == []
+
+    # With an address, each link of the description and of the project leads to a file of the distribution.
+    targets = [*links_in(metadata), *re.findall(r"^Project-URL: \w+, (.*)$", metadata, flags=re.MULTILINE)]
+    ours = [target.partition("#")[0] for target in targets if target.startswith(ADDRESS)]
+    assert [target for target in targets if "://" not in target] == []
+    assert "CHANGELOG.md" in (files := {target.partition(f"/v{VERSION}/")[2] for target in ours})
+    assert files - names == {""}  # the repository itself, and its issues
+    assert {target for target in ours if f"/v{VERSION}/" not in target} == {ADDRESS, f"{ADDRESS}/issues"}
+
+
+def links_in(text: str, form: str = r"\]\(([^)\s]+)\)") -> list[str]:
+    """The targets of the links and pictures in a description."""
+    return re.findall(form, re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def test_without_an_address_the_description_names_files_of_the_source_distribution(wheel: Path) -> None:
+    metadata = zipfile.ZipFile(wheel).read(f"raydix-{VERSION}.dist-info/METADATA").decode()
+    linked = links_in((ROOT / "README.md").read_text(), form=r"(?<!!)\[[^\[\]]*\]\(([^)#\s]+)")
+    paths = {target for target in linked if "://" not in target}
+
+    assert "examples/commands.md" in paths
+    assert [path for path in paths if f"`{path}`" not in metadata or ROOT / path not in documents()] == []
+    assert [target for target in links_in(metadata) if "://" not in target] == []
+    assert "![" not in metadata and "Project-URL" not in metadata
 
 
 def test_the_wheel_works_beside_a_users_own_packages_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
@@ -168,7 +214,7 @@ def test_a_program_in_a_clone_or_its_parent_folder_imports_the_installed_package
     assert done.returncode == 0, done.stderr
     root, schemas, version = done.stdout.split()
     assert (root, schemas) == tuple(str(installed / "raydix" / name) for name in ("__init__.py", "schemas/__init__.py"))
-    assert version == importlib.metadata.version("raydix")  # a wheel from no clone names no commit
+    assert version == VERSION  # a wheel from no clone names no commit
 
 
 def test_a_wheel_from_a_clone_names_its_commit(tmp_path: Path) -> None:
