@@ -48,7 +48,7 @@ try:
 
     from raydix.actors.serve.llm import NearServer, node_resource, router_config, transfer_config
 except ImportError as error:
-    raise ImportError("Ray Serve LLM needs vLLM's environment: make engines-venv") from error
+    raise ImportError("Ray Serve LLM needs vLLM's environment; add in the clone: pip install '.[engines]'") from error
 
 APP = "raydix-vllm"
 DEFAULT_PORT = 8000

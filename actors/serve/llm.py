@@ -29,13 +29,14 @@ from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.vllm.cache import transfer_config
 from raydix.actors.serve.router import request_router_config
 from raydix.schemas import InvalidRequest
+from raydix.schemas.version import how_to_install
 
 try:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
     from ray.serve.llm import LLMConfig, LLMServer
 except ImportError as error:
-    raise ImportError("ray.serve.llm needs Ray Serve and vLLM in one environment: make engines-venv") from error
+    raise ImportError(f"ray.serve.llm needs vLLM's environment and an extra; {how_to_install('engines')}") from error
 
 __all__ = ["NearServer", "node_resource", "router_config", "transfer_config"]
 

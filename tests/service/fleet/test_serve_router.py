@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import pytest
 import ray
+from packaging.version import Version
 from support.fleet.running_fleet import STRIDE, prompt, slim
 
 from raydix.actors import shutdown_cache, start_cache
@@ -25,7 +26,10 @@ serve = pytest.importorskip(
     reason="needs Ray Serve: .venv/bin/pip install -c constraints.txt -e '.[serve]'",
     exc_type=ImportError,
 )
-pytestmark = pytest.mark.ray
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(Version(ray.__version__) < Version("2.60"), reason="needs Ray 2.60: make venv"),
+]
 LONG_S = 120
 NUM_CONVERSATIONS, NUM_TURNS = 4, 4
 
