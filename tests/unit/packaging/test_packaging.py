@@ -146,7 +146,8 @@ def test_a_source_distribution_holds_what_builds_and_readers_need_and_nothing_of
     ours = [target.partition("#")[0] for target in targets if target.startswith(ADDRESS)]
     assert [target for target in targets if "://" not in target] == []
     assert "CHANGELOG.md" in (files := {target.partition(f"/v{VERSION}/")[2] for target in ours})
-    assert files - names == {""}  # the repository itself, and its issues
+    folders = {parent.as_posix() for name in names for parent in Path(name).parents}
+    assert {name.rstrip("/") for name in files} - names - folders == {""}  # the repository itself, and its issues
     assert {target for target in ours if f"/v{VERSION}/" not in target} == {ADDRESS, f"{ADDRESS}/issues"}
 
 
@@ -161,7 +162,9 @@ def test_without_an_address_the_description_names_files_of_the_source_distributi
     paths = {target for target in linked if "://" not in target}
 
     assert "examples/commands.md" in paths
-    assert [path for path in paths if f"`{path}`" not in metadata or ROOT / path not in documents()] == []
+    assert [path for path in paths if f"`{path}`" not in metadata] == []
+    published = {published for file in documents() for published in (file, *file.parents)}
+    assert [path for path in paths if ROOT / path not in published] == []
     assert [target for target in links_in(metadata) if "://" not in target] == []
     assert "![" not in metadata and "Project-URL" not in metadata
 
