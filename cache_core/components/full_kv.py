@@ -115,14 +115,16 @@ class FullKV(LockAccounting):
     def evict(self, num_tokens: int, victims: Victims) -> None:
         """Take out unlocked leaves until the victims hold `num_tokens`: retired ones, then in the policy's order.
 
-        Floors keep their leaves. A victim has left the tree, whatever is raised: the caller frees its slots.
-        O(log n) for each, and O(tenants) in a divided tree.
+        Of a long leaf, the tail alone goes if that is enough: see `_spare_head`. Floors keep their leaves. A victim has
+        left the tree, whatever is raised: the caller frees its slots. O(log n) for each, and O(tenants) in a divided
+        tree.
         """
         if self.tenants.has_retired:
             num_tokens = min(index(num_tokens), self.evictable)
             self.evict_retired(num_tokens, victims)
         if self._aux or self.is_divided:
             while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
+                self._spare_head(leaf, num_tokens - victims.num_tokens)
                 self._remove(leaf, victims)
             return
         try:
@@ -135,6 +137,7 @@ class FullKV(LockAccounting):
         while victims.num_tokens < num_tokens:
             leaf = tenant.retired.pop() or tenant.queue.pop()
             assert leaf is not None, f"tenant {tenant.name!r} has fewer than {num_tokens} tokens to evict"
+            self._spare_head(leaf, num_tokens - victims.num_tokens)
             self.take_out(leaf, victims)
 
     def evict_retired(self, max_tokens: int | None, victims: Victims) -> None:
@@ -170,6 +173,19 @@ class FullKV(LockAccounting):
             self.tenants.of_node(leaf).evicted += num_tokens if live else 0
         if not parent.children:
             self._on_last_child_removed(parent)
+
+    def _spare_head(self, leaf: TreeNode, num_tokens: int) -> None:
+        """Split an unlocked leaf that is longer than needed by `least_spared` tokens, so that its tail alone goes.
+
+        The tail is at least an eighth of the leaf: many small evictions from a long leaf copy it a few times in all.
+        With windows or states, a match ends where they are, at the end of the leaf: so the leaf goes whole.
+        """
+        if self._aux:
+            return
+        page = self._tree.page_size
+        tail = -(-max(num_tokens, len(leaf) // 8) // page) * page
+        if len(leaf) - tail >= self.least_spared:
+            self._tree.split(leaf, leaf.end - tail)
 
     def _cut_to_spare(self, leaf: TreeNode) -> None:
         """Where a floor keeps a part of a leaf, split it, so that the tail alone goes."""

@@ -3,8 +3,9 @@
 Entries are removed eagerly: `pop` never meets a stale one, and no operation does the work of another. A compiled
 ranking links a node into one queue at most: the components order window KV and states by a `RecencyQueue`.
 
-A node pushed in the order of its rank, as new and just used nodes are under LRU, goes to the end: O(1). A node pushed
-later, such as a parent after its last child was evicted, is sorted into `LateNodes`: O(log n) and a short move.
+A node pushed in the order of its rank, as new and just used nodes are under LRU, goes to the end: O(1). A node that
+goes before all others, as most parents do after their last child was evicted, stands first: O(1). Other nodes pushed
+later are sorted into `LateNodes`: O(log n) and a short move.
 """
 
 from __future__ import annotations

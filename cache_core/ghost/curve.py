@@ -1,7 +1,7 @@
 """`GhostCurve`: the miss-ratio curve of a running cache, as hit rates of caches of other sizes.
 
 The reuse distance of a page is how many other pages were used since its last use. With LRU, a cache that holds more
-pages than that still has the page. This also holds if whole leaves are evicted in the order of their last use, because
+pages than that still has the page. This also holds if leaves are evicted in the order of their last use, because
 no page is used less recently than the pages after it. Only pages with a hash below a threshold are followed (spatial
 sampling, as in SHARDS, Waldspurger et al., FAST '15); distances are scaled up accordingly.
 """

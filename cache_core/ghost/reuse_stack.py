@@ -31,7 +31,7 @@ class ReuseStack:
     """At most `max_pages` pages by the time of their last use, the latest on top.
 
     If groups name the last page first, no page is above the pages before it in its prefix. That is the order in which
-    a tree evicts whole leaves, least recently used first.
+    a tree evicts leaves, least recently used first.
 
     A use costs a dictionary entry, and a share of the numpy calls of its block. About 200 bytes per page.
     """

@@ -23,6 +23,7 @@ FreeSlots = Callable[[torch.Tensor], object]
 _ARRAY, _INT32 = np.ndarray, np.dtype(np.int32)
 _SPARSE = cython.declare(cython.Py_ssize_t, 4)  # the ticks between two neighbours in a queue, at most, on average
 _LONG = cython.declare(cython.Py_ssize_t, 4096)
+_LEAST_SPARED = cython.declare(cython.Py_ssize_t, 1024)  # tokens
 
 
 # ---------------------------------------------------------------- keys
@@ -656,8 +657,9 @@ class RankedQueue:
     """The base of `EvictionQueue`: nodes in the order of their ranks, nodes of equal ranks in the order of their ids.
 
     A node stands in one queue at most: its fields name the queue and its neighbours in it. A node that comes with a
-    lower rank than the last one is put among the last few, if ranks are integers and its place is there. The subclass
-    keeps all other late nodes, by `_push_late`, `_discard_late`, `_touch_late` and `_pop_late`.
+    lower rank than the last one is put first, if it goes before all others, or among the last few, if ranks are
+    integers and its place is there. The subclass keeps all other late nodes, by `_push_late`, `_discard_late`,
+    `_touch_late` and `_pop_late`.
 
     Attributes:
         rank: the rank of a node.
@@ -728,6 +730,8 @@ class RankedQueue:
         before: Node | None = self._tail
         if before is not None and not self._goes_after(node, before):
             steps: cython.Py_ssize_t = 0 if self._is_near(node, before) else self.search_limit
+            if self._head is None or not self._goes_after(node, self._head):
+                before = None  # the usual place of a victim's rest, and of the node above a victim
             while before is not None and not self._goes_after(node, before):
                 steps += 1
                 before = before.before
@@ -999,22 +1003,25 @@ class LockAccounting:
     """The base of `FullKV`: the tokens with locks and without, and the queue of the unlocked leaves.
 
     The subclass handles a leaf that lost its last lock, by `_add_candidate`, and a node that lost its last child, by
-    `_on_last_child_removed`.
+    `_on_last_child_removed`. It splits a victim that is much longer than needed, by `_spare_head`.
 
     Attributes:
         evictable: the tokens of nodes without locks.
         protected: the tokens of nodes with locks.
         two_queues: hears of each node that leaves, by `removed`; None if there is one queue.
+        least_spared: a victim is split only if at least so many tokens of it stay.
     """
 
     _queue: Any = cython.declare(object, visibility="public")
     two_queues: Any = cython.declare(object, visibility="public")
     evictable: int = cython.declare(cython.Py_ssize_t, visibility="public")
     protected: int = cython.declare(cython.Py_ssize_t, visibility="public")
+    least_spared: int = cython.declare(cython.Py_ssize_t, visibility="public")
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
         self.two_queues = None
+        self.least_spared = _LEAST_SPARED
         self.evictable = 0
         self.protected = 0
 
@@ -1054,7 +1061,10 @@ class LockAccounting:
         return True
 
     def evict_leaves(self, num_tokens: Any, victims: Victims, /) -> None:
-        """Remove the leaves that go next until the victims hold so many tokens, or there is no leaf."""
+        """Remove the leaves that go next until the victims hold so many tokens, or there is no leaf.
+
+        Of a last leaf that is much longer than needed, the tail alone goes.
+        """
         wanted: cython.Py_ssize_t = index(num_tokens)
         size: cython.Py_ssize_t
         leaf: Node | None
@@ -1065,6 +1075,10 @@ class LockAccounting:
                 break
             parent = leaf.parent
             size = leaf.end - parent.end
+            if size - (wanted - victims.num_tokens) >= self.least_spared:
+                self._spare_head(leaf, wanted - victims.num_tokens)
+                parent = leaf.parent
+                size = leaf.end - parent.end
             if self.two_queues is not None:
                 self.two_queues.removed(leaf)
             victims._add(leaf, detach_leaf(leaf), size)
@@ -1091,6 +1105,9 @@ class LockAccounting:
         raise NotImplementedError
 
     def _on_last_child_removed(self, node: Any) -> None:
+        raise NotImplementedError
+
+    def _spare_head(self, leaf: Any, num_tokens: int) -> None:
         raise NotImplementedError
 
 

@@ -284,10 +284,11 @@ class PrefixCache(BasePrefixCache):
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
         """Free `num_tokens` slots or more, then window KV of `swa_num_tokens` tokens and `num_states` states in all.
 
-        Whole unlocked leaves go first, with all they hold, in the policy's order. A parent becomes a candidate when its
-        last child has gone. Window KV and states that are wanted besides are taken where they were longest unused: a
-        node becomes a tombstone or loses its state, an unlocked leaf goes whole. A state goes with its window. O(log n)
-        per victim, and one step for each node that comes up while a window lock holds it, once per lock.
+        Unlocked leaves go first, with all they hold, in the policy's order: whole ones, or the tail of the last one if
+        it is long and full KV is all it holds. A parent becomes a candidate when its last child has gone. Window KV and
+        states that are wanted besides are taken where they were longest unused: a node becomes a tombstone or loses its
+        state, an unlocked leaf goes whole. A state goes with its window. O(log n) per victim, and one step for each
+        node that comes up while a window lock holds it, once per lock. A split costs a copy of the leaf's head.
 
         Args:
             swa_num_tokens: counted as states by a cache with states and without a sliding window.
@@ -339,7 +340,7 @@ class PrefixCache(BasePrefixCache):
     def evict_own(self, tenant: Tenant, num_tokens: int) -> int:
         """Free at least `num_tokens` slots of a tenant's unlocked nodes; return the number. There must be enough.
 
-        Retired ones go first, then whole leaves, in the policy's order.
+        Retired ones go first, then leaves in the policy's order, as `evict` takes them.
         """
         return self._release(partial(self.parts.full.evict_own, tenant, num_tokens)).num_tokens
 

@@ -102,6 +102,11 @@ def the_oldest_goes_first_used_or_not(patch: Patch) -> None:
 
 
 @fault
+def a_long_leaf_goes_whole(patch: Patch) -> None:
+    patch.setattr(FullKV, "_spare_head", lambda full, leaf, num_tokens: None)
+
+
+@fault
 def eviction_takes_locked_leaves(patch: Patch) -> None:
     def lock(original: Any, full: FullKV, node: Any) -> None:
         queued = node in full._queue

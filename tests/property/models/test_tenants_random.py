@@ -26,9 +26,9 @@ def drive(traffic: TenantTraffic, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_floors_and_caps_hold_whatever_tenants_do(page_size: int, policy: str) -> None:
-    traffic = TenantTraffic(make_cache(page_size, policy), random.Random(page_size))
+@pytest.mark.parametrize(("page_size", "spares"), [(1, False), (4, True)])
+def test_floors_and_caps_hold_whatever_tenants_do(page_size: int, spares: bool, policy: str) -> None:
+    traffic = TenantTraffic(make_cache(page_size, policy, spares=spares), random.Random(page_size))
 
     drive(traffic, 500)
 

@@ -123,6 +123,9 @@ class CheckedRadixCache:
         self.page_size = page_size
         self.told: list[int] = []
         self._make(num_pages, rng, paged_pool)
+        if paged_pool:
+            self.cache.parts.full.least_spared = page_size
+            self.model.least_spared = None if self.cache.parts.components else page_size
         self.cache.parts.full._queue.search_limit = (
             64 if paged_pool else 1
         )  # leaves are few: beyond that they come late

@@ -81,10 +81,14 @@ class ReferenceRadixCache:
     up to a mark. Marks arise where a match or an insert ends, and where an insert leaves the known path.
     Recency is a clock that ticks at each match and insert and stamps every page of the path. Retiring a namespace opens
     a new generation of it: pages of an older one never match again, and are evicted first.
+
+    Attributes:
+        least_spared: a victim is cut only if at least so many tokens of it stay; None: it goes whole.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self.least_spared: int | None = None
         self.pages: dict[Place, Page] = {}
         self._generations: Counter[str | None] = Counter()
         self._resets = 0  # generations of all namespaces together
@@ -205,14 +209,28 @@ class ReferenceRadixCache:
         Retired ones go first, in any order, then those of the lowest rank.
         """
         victims: list[Node] = []
-        while sum(len(victim.slots) for victim in victims) < num_tokens:
+        while (missing := num_tokens - sum(len(victim.slots) for victim in victims)) > 0:
             leaves = self._unlocked_leaves()
             if not leaves:
                 break
             order = [(self.is_current(leaf), self._rank(leaf)) for leaf in leaves]
             assert len(set(order)) == len(order), "two leaves were used by one operation"
-            victims.append(self._remove_node(leaves[order.index(min(order))]))
+            leaf = leaves[order.index(min(order))]
+            if self.least_spared is not None and self.is_current(leaf):
+                self._spare_head(leaf, missing, self.least_spared)
+            victims.append(self._remove_node(leaf))
         return victims
+
+    def _spare_head(self, leaf: Place, num_tokens: int, least_spared: int) -> None:
+        """End a node where a leaf's tail begins that is enough, and an eighth of the leaf."""
+        places = self._pages_of_node(leaf)
+        enough = [
+            head
+            for head in range(1, len(places))
+            if (len(places) - head) * self.page_size >= max(num_tokens, len(places) * self.page_size // 8)
+        ]
+        if enough and enough[-1] * self.page_size >= least_spared:
+            self.pages[places[enough[-1] - 1]].ends_node = True
 
     def _rank(self, leaf: Place) -> tuple[int, ...]:
         """The least recently used goes first."""

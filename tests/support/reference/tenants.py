@@ -35,10 +35,13 @@ class Shares:
         free: slots.
         held: by tenant, slots in the tree and private ones, without those of `dead`.
         dead: by tenant, unlocked slots of retired namespaces.
+        least_spared: a victim is cut only if at least so many slots of it stay; None: it goes whole.
     """
 
     def __init__(self, cache: KVCache) -> None:
-        self.rank = cache.tree.parts.full.policy.rank  # type: ignore[attr-defined]
+        full = cache.tree.parts.full  # type: ignore[attr-defined]
+        self.least_spared = None if cache.tree.parts.components else full.least_spared  # type: ignore[attr-defined]
+        self.rank, self.page_size = full.policy.rank, cache.page_size
         self.free = cache.free_slots
         self.nodes: list[Node] = []
         for top in cache.tree.parts.tops():  # type: ignore[attr-defined]
@@ -105,13 +108,19 @@ class Shares:
                 break
             leaf = min(leaves, key=lambda node: (self.rank(node), node.id))  # type: ignore[arg-type,return-value]
             spare = len(leaf.slots) if leaf.tenant is caller else self.held[leaf.tenant] - leaf.tenant.floor
-            gone = min(spare, len(leaf.slots))
+            gone = min(spare, self._needed_of(leaf, num_slots - freed))
             del leaf.slots[len(leaf.slots) - gone :]
             self.held[leaf.tenant] -= gone
             freed += gone
             if not leaf.slots:
                 self._remove(leaf)
         return freed
+
+    def _needed_of(self, leaf: Node, num_slots: int) -> int:
+        """The slots at the end of a leaf that go for so many: whole pages, and an eighth at least."""
+        size = len(leaf.slots)
+        tail = -(-max(num_slots, size // 8) // self.page_size) * self.page_size
+        return tail if self.least_spared is not None and size - tail >= self.least_spared else size
 
     def _may_ever_go(self, node: Node) -> bool:
         return node.is_live and not node.is_locked

@@ -25,8 +25,14 @@ NAMESPACES = ("quiet", "noisy", "both", "rest", None)
 SESSIONS = ("s0", "s1", "s2")
 
 
-def make_cache(page_size: int, policy: str, with_states: bool = False, window_pages: int = 0) -> KVCache:
-    """40 pages, and so many with window slots: one tenant has a floor, one a cap, one both."""
+def make_cache(
+    page_size: int, policy: str, with_states: bool = False, window_pages: int = 0, spares: bool = False
+) -> KVCache:
+    """40 pages, and so many with window slots: one tenant has a floor, one a cap, one both.
+
+    Args:
+        spares: whether of a victim that is longer than needed, the tail alone goes.
+    """
     tenants = Tenants(
         [
             Tenant("quiet", "quiet", floor=12 * page_size),
@@ -40,6 +46,8 @@ def make_cache(page_size: int, policy: str, with_states: bool = False, window_pa
         return KVCache(RadixCache(page_size, 3, windows, eviction_policy=policy), windows, tenants=tenants)
     if not with_states:
         tree = RadixCache(page_size, token_to_kv_pool_allocator=allocator, eviction_policy=policy)
+        if spares:
+            tree.parts.full.least_spared = page_size
         return KVCache(tree, allocator, tenants=tenants)
     states = MambaPool(8)
     hybrid = MambaRadixCache(page_size, allocator, states, eviction_policy=policy)

@@ -114,11 +114,14 @@ def test_what_comes_a_few_places_late_stands_in_the_ranking(rank: Any) -> None:
     queue.search_limit = 100
     queue.push(node(3, 9))
     queue.search_limit = 16
-    queue.push(node(4, 0))
+    queue.push(node(4, 11))
     assert queue.num_late == 2, "too far in time to be close"
+    queue.push(node(5, 0))
+    queue.push(node(1, 9))
+    assert queue.num_late == 3, "the one that goes first has its place"
 
-    assert [each.id for _, _, each in queue.ranked()][:9] == [3, 10, 11, 12, 13, 14, 15, 90, 16]
-    assert drain(queue)[:10] == [4, 3, 10, 11, 12, 13, 14, 2, 15, 90]
+    assert [node.id for _, _, node in queue.ranked()][:10] == [5, 3, 10, 11, 12, 13, 14, 15, 90, 16]
+    assert drain(queue)[:12] == [5, 1, 3, 10, 4, 11, 12, 13, 14, 2, 15, 90]
 
 
 def test_ranks_that_are_no_plain_integers_are_not_compared_on_the_way() -> None:

@@ -99,6 +99,16 @@ def test_leaves_are_evicted_until_the_victims_hold_enough_tokens() -> None:
     assert (tree.accounting.evictable, tree.accounting.protected, tree.accounting.childless) == (0, 3, [3])
 
 
+def test_a_victim_is_split_only_if_enough_of_it_stays() -> None:
+    tree, asked = tree_of(b"aaa", b"bbbbb", b"cccc"), list[tuple[int, int]]()
+    tree.accounting.least_spared = 3
+    tree.accounting._spare_head = lambda leaf, num_tokens: asked.append((leaf.id, num_tokens))  # type: ignore[method-assign]
+
+    assert tree.evict(4) == (8, [1, 2]), "a leaf that was not split goes whole"
+    assert tree.evict(2) == (4, [3])
+    assert asked == [(2, 1)]
+
+
 def test_the_slots_of_leaves_are_freed_in_one_call() -> None:
     tree, freed = tree_of(b"aaa", b"bb", b"cccc", b"ccccdd"), list[torch.Tensor]()
 
@@ -179,7 +189,7 @@ def test_a_queue_may_change_everything_meanwhile() -> None:
     assert tree.accounting.evictable == 0
 
 
-def test_the_base_leaves_two_methods_to_its_subclass() -> None:
+def test_the_base_leaves_three_methods_to_its_subclass() -> None:
     tree = tree_of(b"abc")
     base = LockAccounting(tree.accounting.queue)
     base.lock(tree.nodes[1])
@@ -189,6 +199,12 @@ def test_the_base_leaves_two_methods_to_its_subclass() -> None:
     base.add(tree.nodes[1])
     with pytest.raises(NotImplementedError):
         base.evict_leaves(1, Victims())
+    other = tree_of(b"abc").nodes[1]
+    base.add(other)
+    base.least_spared = 2
+    with pytest.raises(NotImplementedError):
+        base.evict_leaves(1, Victims())
+    assert other.slots is not None, "it was asked for a split first"
     with pytest.raises(TypeError):
         LockAccounting()  # type: ignore[call-arg]
 

@@ -49,6 +49,17 @@ def test_all_that_can_be_there_is_there(cache: RadixCache) -> None:
     assert why(cache, 9) == (0, "page_alignment")
 
 
+def test_what_went_from_the_tail_of_a_long_leaf_was_evicted(cache: RadixCache, history: EvictionHistory) -> None:
+    cache.insert(RadixKey(range(4096)))
+    for left in (3084, 1084):
+        history.cause = f"down to {left}"
+        cache.evict(cache.total_size() - left)
+
+    assert why(cache, *range(4096)) == (1084, "evicted")
+    assert cache.explain(RadixKey(range(4096))).cause == "down to 1084"
+    assert why(cache, *range(1084)) == (1084, "complete")
+
+
 def test_what_was_never_there(cache: RadixCache) -> None:
     assert why(cache, 1, 2) == (0, "never_stored")
     cache.insert(RadixKey([1, 2, 3, 4]))

@@ -7,7 +7,16 @@ import torch
 from support.caches.small_radix import FreedSlots, edges, found, key, lock, row, sizes
 from support.faults.count_queue_operations import queue_operations
 
-from raydix.cache_core import EvictResult, RadixCache, SlotError, TokenToKVPoolAllocator
+from raydix.cache_core import (
+    EvictResult,
+    MambaPool,
+    MambaRadixCache,
+    RadixCache,
+    RadixKey,
+    SlotError,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
 
 
 def test_leaves_go_in_the_order_of_their_last_use(cache: RadixCache, pool: FreedSlots) -> None:
@@ -63,6 +72,63 @@ def test_a_leaf_goes_whole_and_the_result_counts_what_really_went(cache: RadixCa
 
     assert pool.take() == [10, 11, 12]
     assert sizes(cache) == (1, 0)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["with a callback", "slots alone"])
+def test_of_a_long_leaf_the_tail_alone_goes_as_far_as_it_is_needed(told: bool) -> None:
+    """An eighth of it goes at least, as each split copies the head. Less than 1,024 tokens do not stay alone."""
+    pool, gone = FreedSlots(), list[int]()
+    cache = RadixCache(4, None, pool, gone.append if told else None)
+    ids, slots = torch.arange(8192), torch.arange(8192)
+    cache.insert(RadixKey(ids), slots)
+    cache.insert(key(-1 % 2**32, 2, 3, 4), row(9000, 9001, 9002, 9003))
+
+    sizes_after = []
+    for num_tokens in (3001, 1, 1, 2000, 1):
+        before = cache.total_size()
+        freed = cache.evict(num_tokens).full_evicted
+        cache.check_invariants()
+        assert freed == before - cache.total_size()
+        sizes_after.append(cache.peek_prefix(RadixKey(ids)).prefix_len)
+        assert pool.take() == slots[sizes_after[-1] : sizes_after[-1] + freed].tolist()
+
+    assert sizes_after == [5188, 4540, 3972, 1972, 1724]
+    assert cache.evict(700).full_evicted == 700
+    assert cache.evict(1).full_evicted == 1024, "the rest goes whole"
+    assert cache.evict(1).full_evicted == 4, "the rest of a victim goes before what was used later"
+    assert len(gone) == len(set(gone)) == (8 if told else 0)
+
+
+def test_a_long_leaf_goes_whole_where_no_more_than_that_is_there() -> None:
+    cache = RadixCache(2048, None, FreedSlots())
+    cache.insert(RadixKey(torch.arange(4096)), torch.arange(4096))
+
+    assert cache.evict(2049).full_evicted == 4096
+    cache.insert(RadixKey(torch.arange(4096)), torch.arange(4096))
+    assert cache.evict(2048).full_evicted == 2048
+    assert cache.evict(1).full_evicted == 2048
+
+
+def test_a_retired_leaf_goes_whole() -> None:
+    cache = RadixCache(4, None, FreedSlots())
+    cache.insert(RadixKey(torch.arange(4096)), torch.arange(4096))
+    cache.retire_all()
+
+    assert cache.evict(1).full_evicted == 4096
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["window", "states"])
+def test_a_leaf_with_a_window_or_states_goes_whole(states: bool) -> None:
+    ids, slots = torch.arange(4096), torch.arange(4096)
+    if states:
+        hybrid = MambaRadixCache(4, FreedSlots(), MambaPool(4))
+        hybrid.insert(RadixKey(ids), slots, mamba_value=row(hybrid.mamba_pool.alloc_track_slot()))
+        assert hybrid.evict(1).full_evicted == 4096
+        return
+    allocator = SWATokenToKVPoolAllocator(8192, 8192, 4)
+    windows = RadixCache(4, 4096, allocator)
+    windows.insert(RadixKey(ids), allocator.alloc(4096))
+    assert windows.evict(1).full_evicted == 4096
 
 
 def test_a_parent_becomes_a_candidate_when_its_last_child_has_gone(cache: RadixCache, pool: FreedSlots) -> None:
