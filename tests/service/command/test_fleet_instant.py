@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 from support.fleet.instant import hit_percent
+from support.models.sample_trace import recorded_trace
 
 from raydix.actors.observe.trace import read_trace
 
@@ -39,10 +37,7 @@ REFERENCE = {  # trace: (caches, pages of each): hit rate in %, of each router
 @pytest.mark.trace
 @pytest.mark.parametrize("name", REFERENCE)
 def test_recorded_traffic_without_queues_gives_the_hits_of_the_reference(name: str) -> None:
-    found = sorted(Path(os.environ["RAYDIX_TRACE"]).parent.glob(f"{name}.jsonl*"))
-    if not found:
-        pytest.skip(f"{name} is not in the folder of RAYDIX_TRACE")
-    trace = read_trace(found[0])
+    trace = read_trace(recorded_trace(name))
 
     for (num_caches, capacity), percents in REFERENCE[name].items():
         wanted = dict(zip(ROUTERS, map(float, percents.split()), strict=True))

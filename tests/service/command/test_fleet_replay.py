@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import matplotlib
 import pytest
-from support.models.sample_trace import PROMPT_TOKENS, PROMPTS, REUSED, write_trace
+from support.models.sample_trace import PROMPT_TOKENS, PROMPTS, REUSED, recorded_trace, write_trace
 from support.processes.command_line import run, run_json
 
 from raydix.actors.replay.policies import ROUTERS
@@ -112,18 +111,10 @@ def test_wrong_options_are_refused_before_the_work(
     assert f"error: {complaint}" in run("fleet", "replay", trace, *options, exit_code=2).stderr
 
 
-def recorded(name: str) -> Path:
-    """A trace in the folder of RAYDIX_TRACE; without it, the test is skipped."""
-    found = sorted(Path(os.environ["RAYDIX_TRACE"]).parent.glob(f"{name}.jsonl*"))
-    if not found:
-        pytest.skip(f"{name} is not in the folder of RAYDIX_TRACE")
-    return found[0]
-
-
 def replayed(name: str, routers: str, *options: object) -> dict[str, dict[str, float]]:
     """Medians of 5 seeds; all seeds are printed."""
     document = run_json(
-        "fleet", "replay", recorded(name), "--router", routers, "--load", LOADS.get(name, 0.8), *options
+        "fleet", "replay", recorded_trace(name), "--router", routers, "--load", LOADS.get(name, 0.8), *options
     )
     for result in document["results"]:
         for each in result["seeds"]:

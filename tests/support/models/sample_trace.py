@@ -1,9 +1,12 @@
-"""A trace made by hand, and the results of a cache of four pages of 512 tokens."""
+"""A trace made by hand, and the results of a cache of four pages of 512 tokens; and traces that were recorded."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+
+import pytest
 
 # Seven prompts for a cache of four pages: [input_length, hash_ids], and the hit of each.
 PROMPTS = [
@@ -30,3 +33,11 @@ def write_trace(folder: Path, prompts: list[tuple[int, list[int]]] = PROMPTS) ->
     path = folder / "trace.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def recorded_trace(name: str) -> Path:
+    """A trace in the folder of RAYDIX_TRACE; without it, the test is skipped."""
+    found = sorted(Path(os.environ["RAYDIX_TRACE"]).parent.glob(f"{name}.jsonl*"))
+    if not found:
+        pytest.skip(f"{name} is not in the folder of RAYDIX_TRACE")
+    return found[0]
