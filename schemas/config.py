@@ -24,6 +24,11 @@ KVShape = tuple[_Count, _Count, _Count]  # num_kv_heads, head_dim, v_head_dim of
 # size of a record -> its table of segments
 _TABLES = {"slot_bytes": "segments", "swa_slot_bytes": "swa_segments", "state_bytes": "state_segments"}
 
+_OF_LAYERS = (  # fields of pools with layers
+    *("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "kv_shapes", "layer_kinds", "state_shapes"),
+    *("index_head_dim", "index_layers"),
+)
+
 _DTYPES = {  # names that other programs give to torch's dtypes
     "fp64": "float64",
     "double": "float64",
@@ -80,6 +85,14 @@ class PoolConfig(_Config):
         description="(num_kv_heads, head_dim, v_head_dim) of each layer, where layers differ; (0, 0, 0) for a state "
         "layer. num_kv_heads, head_dim and v_head_dim are then left out",
     )
+    index_head_dim: int = Field(
+        default=0,
+        ge=0,
+        description="elements of a token's index key, which sparse attention keeps with K and V; 0: none",
+    )
+    index_layers: tuple[_Count, ...] | None = Field(
+        default=None, description="layers with index keys, in ascending order; None: all full-attention layers"
+    )
     layer_kinds: tuple[Literal["full", "swa", "state"], ...] | None = Field(
         default=None, description="each layer keeps KV, sliding-window KV or a recurrent state; None: all keep KV"
     )
@@ -127,8 +140,7 @@ class PoolConfig(_Config):
             if given := [name for pair in _TABLES.items() for name in pair if getattr(self, name)]:
                 raise ValueError(f"{given[0]} is for format='opaque', which has records in place of layers")
             return self
-        of_layers = ("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "kv_shapes", "layer_kinds", "state_shapes")
-        if given := [name for name in of_layers if getattr(self, name) not in (0, None, ())]:
+        if given := [name for name in _OF_LAYERS if getattr(self, name) not in (0, None, ())]:
             raise ValueError(f"{given[0]} is for pools with layers, and format='opaque' has records: leave it out")
         if not self.slot_bytes:
             raise ValueError("format='opaque' needs slot_bytes, or segments")
@@ -175,6 +187,29 @@ class PoolConfig(_Config):
         _check_shapes_differ(shape for shape in self.kv_shapes if any(shape))
         return self
 
+    @model_validator(mode="after")
+    def _index_keys_have_layers(self) -> Self:
+        if not self.index_head_dim:
+            if self.index_layers is not None:
+                raise ValueError("index_layers is for pools with index keys: set index_head_dim, or leave it out")
+            return self
+        kinds = self.layer_kinds or ("full",) * self.num_layers
+        full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
+        if self.index_layers is None:
+            if not full:
+                raise ValueError("index_head_dim needs a full-attention layer, or index_layers with window layers")
+            return self
+        layers = self.index_layers
+        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= self.num_layers:
+            raise ValueError(
+                f"index_layers must be layers from 0 to {self.num_layers - 1} in ascending order, not {layers}"
+            )
+        if layers == full:
+            raise ValueError("index_layers names all full-attention layers, as None does: leave it out")
+        if of_states := [layer for layer in layers if kinds[layer] == "state"]:
+            raise ValueError(f"layer {of_states[0]} keeps a state, and no keys: leave it out of index_layers")
+        return self
+
     @property
     def has_tensors(self) -> bool:
         """Whether the pool keeps KV: an index-only cache has none."""
@@ -193,6 +228,15 @@ class PoolConfig(_Config):
         shape = self.num_kv_heads, self.head_dim, self.head_dim if self.v_head_dim is None else self.v_head_dim
         kinds = self.layer_kinds or ("full",) * self.num_layers
         return tuple((0, 0, 0) if kind == "state" else shape for kind in kinds)
+
+    @property
+    def index_dims(self) -> tuple[int, ...]:
+        """Return the elements of an index key in each layer, 0 where a layer has none; empty if no layer has any."""
+        if not self.index_head_dim:
+            return ()
+        kinds, layers = self.layer_kinds or ("full",) * self.num_layers, self.index_layers
+        has_keys = [kind == "full" if layers is None else layer in layers for layer, kind in enumerate(kinds)]
+        return tuple(self.index_head_dim if has else 0 for has in has_keys)
 
 
 def _multiple(number: int, unit: int) -> int:
@@ -377,6 +421,12 @@ with warnings.catch_warnings():
                 raise ValueError("pool.format='opaque' is not for kind 'slots': its sequences are not whole pages")
             if (self.sliding_window_size is not None) != bool(self.pool.swa_slot_bytes):
                 raise ValueError("pool.format='opaque' needs swa_slot_bytes and sliding_window_size, or neither")
+            return self
+
+        @model_validator(mode="after")
+        def _kind_has_index_keys(self) -> Self:
+            if self.pool.index_head_dim and self.kind not in ("radix", "mamba"):
+                raise ValueError(f"pool.index_head_dim is for kinds 'radix' and 'mamba', not {self.kind!r}")
             return self
 
         @model_validator(mode="after")

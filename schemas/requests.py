@@ -397,7 +397,8 @@ class WriteKV(PydanticMessage):
     """Copy KV into `slots`, which the lease holds privately.
 
     `k` and `v` are the raw bytes of `[num_layers, len(slots), num_kv_heads, dim]` in the pool's dtype, as uint8, so
-    that pickle sends them out of band whatever the dtype.
+    that pickle sends them out of band whatever the dtype. `index` is the same of `[num_layers, len(slots),
+    index_head_dim]`; None for a pool without index keys.
     """
 
     session_id: LeaseId
@@ -406,3 +407,4 @@ class WriteKV(PydanticMessage):
     slots: NDArray[np.int64]
     k: NDArray[np.uint8]
     v: NDArray[np.uint8]
+    index: NDArray[np.uint8] | None = None

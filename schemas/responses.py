@@ -140,7 +140,11 @@ class BatchResponse(Answer):
 
 
 class KVResponse(PydanticAnswer):
-    """The KV of some slots: raw bytes of `[num_layers, n, num_kv_heads, dim]` in the pool's dtype, as uint8."""
+    """The KV of some slots: raw bytes of `[num_layers, n, num_kv_heads, dim]` in the pool's dtype, as uint8.
+
+    `index` is the same of `[num_layers, n, index_head_dim]`; None for a pool without index keys.
+    """
 
     k: NDArray[np.uint8]
     v: NDArray[np.uint8]
+    index: NDArray[np.uint8] | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING
 from weakref import finalize
@@ -17,7 +18,14 @@ from numpy.typing import NDArray
 
 from raydix.actors.client.pinned_memory import PinnedMemory
 from raydix.actors.transport.pool_memory import open_cuda_pool, open_shared_pool
-from raydix.actors.transport.pool_shapes import OPAQUE, check_layers_alike, layout_of, pool_of, with_layers
+from raydix.actors.transport.pool_shapes import (
+    OPAQUE,
+    check_layers_alike,
+    given_arrays,
+    layout_of,
+    pool_of,
+    with_layers,
+)
 from raydix.actors.transport.process_liveness import ProcessLiveness
 from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
 from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, PoolHandle, ReadKV, WriteKV
@@ -45,6 +53,9 @@ _NUMBERS = _INTEGERS | {
     torch.float8_e5m2fnuz,
 }
 
+_NAMES = ("k", "v", "index")  # the arguments of a write, and the fields of its message
+_KV, _INDEX_KEYS = "K and V", "index keys"  # names in errors
+
 Chunk = tuple[int, int]  # the range of its slots
 
 _CHUNK_BYTES = 8 * 2**20  # copied by one message: a bound on the time that the cache's loop is blocked
@@ -54,7 +65,7 @@ _NUM_IN_FLIGHT = 2  # messages: one travels while the other one is copied
 class AttachedPool:
     """The pool in this process, from `attach_pool`; it holds the mapping as long as it lives.
 
-    If it is mapped, `write`, `gather`, `k` and `v` work on the cache's memory, and the caller must hold the slots.
+    If it is mapped, `write`, `gather`, `k`, `v` and `index` work on the cache's memory. The caller must hold the slots.
     `write_kv` and `read_kv` work everywhere, and the cache checks them against the lease.
 
     Attributes:
@@ -171,6 +182,14 @@ class AttachedPool:
         return self._mapped_pool().v
 
     @property
+    def index(self) -> list[torch.Tensor]:
+        """Each layer's index keys, `[num_slots + page_size, index_head_dim]`; empty for a layer that has none.
+
+        Window layers have `num_swa_slots`.
+        """
+        return self._mapped_pool().index
+
+    @property
     def pages(self) -> torch.Tensor:
         """The records of an opaque pool's pages, `[num_slots / page_size + 1, page_size * slot_bytes]` uint8.
 
@@ -207,26 +226,34 @@ class AttachedPool:
         """
         return self._mapped_pool().state(self._checked_layer(layer))
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(
+        self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
         """Write KV of one layer, `[n, num_kv_heads, dim]` each, into private slots of the caller's leases.
 
-        A sliding-window layer takes the lease's `swa_slots`.
+        A layer with index keys takes `index`, `[n, index_head_dim]`. A sliding-window layer takes the lease's
+        `swa_slots`.
 
         Raises:
-            InvalidRequest: there is no such layer or slot, a shape does not fit, or the pool is not mapped.
+            InvalidRequest: there is no such layer or slot, a shape does not fit, index keys are missing or given to a
+                layer that has none, or the pool is not mapped.
         """
         pool, slots = self._mapped_pool(), _checked_slots(slots)
         k, v = _checked_values(k), _checked_values(v)
+        if index is not None:
+            index = _checked_values(index, _INDEX_KEYS)
         try:
-            pool.write(self._checked_layer(layer), slots, k, v)
+            pool.write(self._checked_layer(layer), slots, k, v, index)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            _raise_callers_fault(error, pool.k[layer], slots, k, v)
+            _raise_callers_fault(error, pool.k[layer], slots, k, v, *([] if index is None else [index]))
             raise
 
     def gather(
-        self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, slots: torch.Tensor, out: Sequence[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """Return copies of the K and V of slots in one layer, `[n, num_kv_heads, dim]` each, in `out` if it is given.
+
+        A layer with index keys also returns these, `[n, index_head_dim]`.
 
         They belong to the lease's tokens if the lease has not expired by then, which its next verb would raise.
         Allocating large tensors takes several times as long as the copy: pass `out` to gather often.
@@ -236,8 +263,8 @@ class AttachedPool:
         """
         pool, slots = self._mapped_pool(), _checked_slots(slots)
         if out is not None:
-            if not isinstance(out, (tuple, list)) or len(out) != 2:
-                raise InvalidRequest("out must be two tensors, of K and of V")
+            if not isinstance(out, (tuple, list)):
+                raise InvalidRequest(f"out must be a tuple of tensors, not a {type(out).__name__}")
             for tensor in out:
                 _check_values(tensor)
         try:
@@ -246,23 +273,29 @@ class AttachedPool:
             _raise_callers_fault(error, pool.k[layer], slots)
             raise
 
-    async def write_kv(self, lease: Lease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    async def write_kv(
+        self, lease: Lease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
         """Write KV of all layers, `[num_layers, n, num_kv_heads, dim]` each, into private slots of a lease.
 
+        Layers with index keys take `index`, `[num_layers, n, index_head_dim]`.
+
         Raises:
-            InvalidRequest: the lease does not hold all the slots privately, a shape does not fit, or the pool's layers
-                differ in shape.
+            InvalidRequest: the lease does not hold all the slots privately, a shape does not fit, index keys are
+                missing or given to layers that have none, or the pool's layers differ in shape.
             UnknownLease: the lease has ended.
             StaleEpoch: the cache has restarted since the pool was attached.
         """
         layout = self._layers()
         transport, slots = self._checked_transport(lease), _checked_slots(slots)
         _check_dense(slots)
-        k, v = _checked_values(k), _checked_values(v)
-        shape = (layout.num_layers, len(slots), layout.num_kv_heads)
-        for name, tensor, dim in (("k", k, layout.head_dim), ("v", v, layout.v_head_dim)):
-            if tuple(tensor.shape) != (*shape, dim):
-                raise InvalidRequest(f"{name} must be of shape {(*shape, dim)}, not {tuple(tensor.shape)}")
+        given = {
+            name: _checked_values(values, _INDEX_KEYS if name == "index" else _KV)
+            for name, values in zip(_NAMES, given_arrays(layout, k, v, index), strict=False)
+        }
+        for (name, tensor), shape in zip(given.items(), layout.copy_shapes(len(slots)), strict=True):
+            if tuple(tensor.shape) != shape:
+                raise InvalidRequest(f"{name} must be of shape {shape}, not {tuple(tensor.shape)}")
 
         async def write(start: int, stop: int) -> None:
             request = WriteKV(
@@ -270,15 +303,16 @@ class AttachedPool:
                 epoch=self.epoch,
                 lease_id=lease.lease_id,
                 slots=slots[start:stop].cpu().numpy(),
-                k=_raw_bytes(k[:, start:stop].to(layout.dtype)),
-                v=_raw_bytes(v[:, start:stop].to(layout.dtype)),
+                **{name: _raw_bytes(tensor[:, start:stop].to(layout.dtype)) for name, tensor in given.items()},
             )
             await transport.write_kv(request)
 
         await _run_for_each(_chunks(layout, len(slots)), write)
 
-    async def read_kv(self, lease: Lease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    async def read_kv(self, lease: Lease, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return copies of the K and V of slots of a lease, all layers, `[num_layers, n, num_kv_heads, dim]` each.
+
+        If the layers have index keys, also these, `[num_layers, n, index_head_dim]`.
 
         Raises:
             InvalidRequest: the lease does not cover all the slots, or the pool's layers differ in shape.
@@ -288,8 +322,7 @@ class AttachedPool:
         layout = self._layers()
         transport, slots = self._checked_transport(lease), _checked_slots(slots)
         _check_dense(slots)
-        k = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.head_dim, dtype=layout.dtype)
-        v = torch.empty(layout.num_layers, len(slots), layout.num_kv_heads, layout.v_head_dim, dtype=layout.dtype)
+        copies = tuple(torch.empty(shape, dtype=layout.dtype) for shape in layout.copy_shapes(len(slots)))
 
         async def read(start: int, stop: int) -> None:
             request = ReadKV(
@@ -299,12 +332,13 @@ class AttachedPool:
                 slots=slots[start:stop].cpu().numpy(),
             )
             response = await transport.read_kv(request)
-            for target, data in ((k, response.k), (v, response.v)):
-                part = target[:, start:stop].view(torch.uint8).numpy()
+            arrays = given_arrays(layout, response.k, response.v, response.index)
+            for copy, data in zip(copies, arrays, strict=True):
+                part = copy[:, start:stop].view(torch.uint8).numpy()
                 part[:] = data.reshape(part.shape)
 
         await _run_for_each(_chunks(layout, len(slots)), read)
-        return k, v
+        return copies
 
     def _checked_transport(self, lease: Lease) -> Transport:
         """Return the transport of an open lease of this pool's client; raise an error if its KV cannot be copied."""
@@ -346,8 +380,8 @@ class AttachedPool:
 
 
 def _chunks(layout: PoolLayout, num_slots: int) -> list[Chunk]:
-    values = layout.num_layers * layout.num_kv_heads * (layout.head_dim + layout.v_head_dim)  # those of a slot
-    step = max(1, _CHUNK_BYTES // max(1, values * layout.dtype.itemsize))
+    slot_values = sum(map(prod, layout.copy_shapes(1)))
+    step = max(1, _CHUNK_BYTES // max(1, slot_values * layout.dtype.itemsize))
     return [(start, min(start + step, num_slots)) for start in range(0, num_slots, step)]
 
 
@@ -405,25 +439,25 @@ def _checked_slots(slots: torch.Tensor) -> torch.Tensor:
     return slots.resolve_neg().to(torch.int64)
 
 
-def _checked_values(given: torch.Tensor) -> torch.Tensor:
-    """Return K or V as plain values: a gradient or a pending negation would go into the pool's tensors."""
-    _check_values(given)
+def _checked_values(given: torch.Tensor, names: str = _KV) -> torch.Tensor:
+    """Return K, V or index keys as plain values: a gradient or a pending negation would go into the pool's tensors."""
+    _check_values(given, names)
     return given.detach().resolve_neg() if given.requires_grad or given.is_neg() else given
 
 
-def _check_values(given: torch.Tensor) -> None:
+def _check_values(given: torch.Tensor, names: str = _KV) -> None:
     """Raise InvalidRequest unless this is a dense tensor of real numbers."""
     if not isinstance(given, torch.Tensor):
-        raise InvalidRequest(f"K and V must be tensors, not a {type(given).__name__}")
+        raise InvalidRequest(f"{names} must be tensors, not a {type(given).__name__}")
     _check_dense(given)
     if given.dtype not in _NUMBERS:
-        raise InvalidRequest(f"K and V must be tensors of real numbers, not of {given.dtype}")
+        raise InvalidRequest(f"{names} must be tensors of real numbers, not of {given.dtype}")
 
 
 def _check_dense(*given: torch.Tensor) -> None:
     for tensor in given:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            raise InvalidRequest("slots, K and V must be dense tensors that have values")
+            raise InvalidRequest("slots, K, V and index keys must be dense tensors that have values")
 
 
 def _raise_callers_fault(error: Exception, rows: torch.Tensor, slots: torch.Tensor, *given: torch.Tensor) -> None:

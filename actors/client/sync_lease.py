@@ -151,18 +151,22 @@ class SyncPool:
         """`AttachedPool.mapped`."""
         return self.pool.mapped
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(
+        self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
         """`AttachedPool.write`."""
-        self.pool.write(layer, slots, k, v)
+        self.pool.write(layer, slots, k, v, index)
 
-    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`AttachedPool.gather`."""
         return self.pool.gather(layer, slots)
 
-    def write_kv(self, lease: SyncLease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write_kv(
+        self, lease: SyncLease, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
         """`AttachedPool.write_kv`."""
-        self._owner.run(self.pool.write_kv(_unwrap_lease(lease), slots, k, v))
+        self._owner.run(self.pool.write_kv(_unwrap_lease(lease), slots, k, v, index))
 
-    def read_kv(self, lease: SyncLease, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_kv(self, lease: SyncLease, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`AttachedPool.read_kv`."""
         return self._owner.run(self.pool.read_kv(_unwrap_lease(lease), slots))

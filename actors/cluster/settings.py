@@ -150,7 +150,8 @@ def _token_bytes(pool: Mapping[str, Any], run_len: int) -> tuple[int, str]:
     if config.format == "opaque":
         return config.slot_bytes, ""
     item_bytes = int("".join(filter(str.isdigit, config.dtype.partition("_")[0]))) // 8
-    return item_bytes * sum(heads * (k_dim + v_dim) for heads, k_dim, v_dim in config.layer_shapes), ""
+    of_kv = sum(heads * (k_dim + v_dim) for heads, k_dim, v_dim in config.layer_shapes)
+    return item_bytes * (of_kv + sum(config.index_dims)), ""
 
 
 def as_yaml(settings: Settings) -> str:
@@ -291,4 +292,8 @@ def _suggestion(key: Key) -> str:
     )
     if near:
         return f"{next((text for text in named if text == near[0] or text.endswith('.' + near[0])), near[0])}?"
-    return "one of " + ", ".join(text for text in named)
+    sections: dict[str, list[str]] = {}  # key of a section -> names of its fields
+    for *above, name in named.values():
+        sections.setdefault(".".join(above), []).append(name)
+    lists = {section: ", ".join(names) for section, names in sections.items()}
+    return "one of " + ", ".join(f"{section}.{{{names}}}" if section else names for section, names in lists.items())

@@ -15,7 +15,7 @@ from raydix.actors.service.cache_service import CacheService
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.pool_memory import ExportedPool
-from raydix.actors.transport.pool_shapes import check_layers_alike, with_layers
+from raydix.actors.transport.pool_shapes import check_layers_alike, given_arrays, with_layers
 from raydix.actors.transport.validation import checked_message
 from raydix.cache_core import UnknownLeaseError
 from raydix.cache_core.kernels import CORE
@@ -84,8 +84,8 @@ class CacheHost:
         pool = with_layers(self.exported.pool)
         self._check(checked_message(ReadKV, request), private=False)
         slots = torch.from_numpy(request.slots.copy())
-        k, v = pool.read_all(slots, self.service.core.swa_slots(slots))
-        return KVResponse(k=_to_bytes(k), v=_to_bytes(v))
+        k, v, *index = map(_to_bytes, pool.read_all(slots, self.service.core.swa_slots(slots)))
+        return KVResponse(k=k, v=v, index=index[0] if index else None)
 
     def write_kv(self, request: WriteKV) -> None:
         """Copy KV into slots that a lease holds privately.
@@ -97,13 +97,14 @@ class CacheHost:
         """
         pool = with_layers(self.exported.pool)
         self._check(checked_message(WriteKV, request), private=True)
-        layout = pool.layout
-        shape = (layout.num_layers, len(request.slots), layout.num_kv_heads)
-        k = _from_bytes(request.k, (*shape, layout.head_dim), layout.dtype)
-        v = _from_bytes(request.v, (*shape, layout.v_head_dim), layout.dtype)
-        device = self.exported.device
+        layout, device = pool.layout, self.exported.device
+        arrays = given_arrays(layout, request.k, request.v, request.index)
+        shapes = layout.copy_shapes(len(request.slots))
+        k, v, *index = [
+            _from_bytes(data, shape, layout.dtype).to(device) for data, shape in zip(arrays, shapes, strict=True)
+        ]
         slots = torch.from_numpy(request.slots.copy())
-        pool.write_all(slots, k.to(device), v.to(device), self.service.core.swa_slots(slots))
+        pool.write_all(slots, k, v, self.service.core.swa_slots(slots), *index)
         wait_for_device(pool.storage)  # the caller may publish as soon as this returns
 
     def _check(self, request: ReadKV | WriteKV, private: bool) -> None:

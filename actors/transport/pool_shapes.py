@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
+from raydix.cache_core.pool.kv_pool import WITH_INDEX, WITHOUT_INDEX
 from raydix.schemas import CacheConfig, InvalidRequest
 
 OPAQUE = (
     "this pool keeps opaque records (PoolConfig.format), and the slots of a record cannot be addressed singly: map the "
     "pool (attach_pool(mapped=True)), and use `pages`, `windows` and `states`"
 )
+
+
+A = TypeVar("A")
 
 
 def layout_of(config: CacheConfig) -> PoolLayout | RecordLayout:
@@ -49,6 +55,7 @@ def layers_of(config: CacheConfig) -> PoolLayout:
         num_state_slots=pool.num_state_slots,
         state_shapes=pool.state_shapes,
         kv_shapes=pool.kv_shapes,
+        index_dims=pool.index_dims,
     )
 
 
@@ -73,7 +80,7 @@ def with_layers(pool: KVPool | RecordPool) -> KVPool:
 
 
 def check_layers_alike(layout: PoolLayout | RecordLayout) -> PoolLayout:
-    """Return the layout if all its layers keep K and V of one shape, as copies of all layers together need.
+    """Return the layout if all its layers keep K, V and index keys of one shape, as copies of all layers need.
 
     Raises:
         InvalidRequest: layers differ, or the pool is opaque.
@@ -86,3 +93,14 @@ def check_layers_alike(layout: PoolLayout | RecordLayout) -> PoolLayout:
             "(attach_pool(mapped=True), on the node or card of the cache), and use write and gather, layer by layer"
         )
     return layout
+
+
+def given_arrays(layout: PoolLayout, k: A, v: A, index: A | None) -> tuple[A, ...]:
+    """Return the arrays of a write to all layers: K, V and, if the layers have any, index keys.
+
+    Raises:
+        InvalidRequest: index keys are missing, or given to layers that have none.
+    """
+    if (index is None) == bool(layout.index_dims):
+        raise InvalidRequest(WITHOUT_INDEX if index is None else WITH_INDEX)
+    return (k, v) if index is None else (k, v, index)

@@ -34,9 +34,9 @@ def put_rows(target: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, pa
     """Do `target[slots] = source`.
 
     Args:
-        target: `[rows, heads, dim]`, contiguous.
+        target: `[rows, ..., dim]`, contiguous.
         slots: `[n]`.
-        source: `[n, heads, dim]`, of the target's dtype and device.
+        source: `[n, ..., dim]`, of the target's dtype and device.
 
     Raises:
         IndexError, RuntimeError: a slot is out of range.
@@ -57,9 +57,9 @@ def take_rows(source: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, page
     """Do `out[...] = source[slots]`.
 
     Args:
-        source: `[rows, heads, dim]`, contiguous.
+        source: `[rows, ..., dim]`, contiguous.
         slots: `[n]`.
-        out: `[n, heads, dim]`, contiguous, of the source's dtype and device.
+        out: `[n, ..., dim]`, contiguous, of the source's dtype and device.
 
     Raises:
         IndexError, RuntimeError: a slot is out of range.

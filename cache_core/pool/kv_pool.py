@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from raydix.cache_core.pool.copy_slots import check_out, check_shapes, put_rows, take_rows
 from raydix.cache_core.pool.pool_layout import PoolLayout, memory_for
 
+ARRAYS = ("K", "V", "index keys")  # the names of a layer's arrays, in order; only some layers have the third
+WITHOUT_INDEX = "index must be given: the index keys of a token are written with its K and V"
+WITH_INDEX = "index must be left out: there are no index keys"
+
 
 class KVPool:
-    """K and V of every layer, indexed by slot, and the states of state layers, indexed by state slot.
+    """K, V and index keys of every layer, indexed by slot, and the states of state layers, indexed by state slot.
 
     Attributes:
         k, v: each layer's tensors; those of a state layer are empty.
+        index: each layer's index keys, `[rows, index_dim]`; empty for a layer that has none.
 
     Args:
         layout: shapes and dtype.
@@ -29,12 +36,16 @@ class KVPool:
     ) -> None:
         self.layout = layout
         storage = self.storage = memory_for(layout.num_bytes, device, storage)
+        self._device = storage.device
         self._page_size = 1 if layout.max_seq_len else layout.page_size  # consecutive slots that can be copied as one
         layers = layout.views(storage)
         none = torch.empty(0, dtype=layout.dtype, device=storage.device)
         has_kv = [layout.kind(layer) != "state" for layer in range(layout.num_layers)]
-        self.k = [tensors[0] if kv else none for tensors, kv in zip(layers, has_kv, strict=True)]
-        self.v = [tensors[1] if kv else none for tensors, kv in zip(layers, has_kv, strict=True)]
+        # K, V and, where the layer has any, index keys of each layer
+        self._arrays = [tensors if kv else (none, none) for tensors, kv in zip(layers, has_kv, strict=True)]
+        self.k = [arrays[0] for arrays in self._arrays]
+        self.v = [arrays[1] for arrays in self._arrays]
+        self.index = [arrays[2] if len(arrays) > 2 else none for arrays in self._arrays]
         self._states = [() if kv else tensors for tensors, kv in zip(layers, has_kv, strict=True)]
 
     def by_sequence(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,14 +72,19 @@ class KVPool:
                 for layer in layers
                 for number, tensor in enumerate(self.state(layer))
             }
-        halves = (("K", self.k), ("V", self.v))
-        return {f"{name} of layer {layer}": tensors[layer] for layer in layers for name, tensors in halves}
+        return {
+            f"{name} of layer {layer}": array
+            for layer in layers
+            for name, array in zip(ARRAYS, self._arrays[layer], strict=False)
+        }
 
     def state_rows(self) -> torch.Tensor:
         """Return the states of all layers, `[num_state_slots + 1, bytes]` uint8, as a view of the pool."""
         return self.layout.state_rows(self.storage)
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(
+        self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
         """Copy KV into slots of one layer. The caller must hold the slots.
 
         Consecutive slots and slots that fill whole pages are copied at memory bandwidth.
@@ -78,21 +94,27 @@ class KVPool:
                 there first: the transfer takes longer than the copy.
             k: `[n, num_kv_heads, head_dim]`; cast to the pool's dtype.
             v: `[n, num_kv_heads, v_head_dim]`; cast to the pool's dtype.
+            index: `[n, index_dim]`, for a layer with index keys; cast to the pool's dtype.
 
         Raises:
-            ValueError: a shape does not fit; nothing was written.
+            ValueError: a shape does not fit, or `index` is missing or the layer has no index keys; nothing was written.
         """
-        place = self.storage.device
+        place, dtype, arrays = self._device, self.layout.dtype, self._arrays[layer]
+        given = (k, v) if index is None else (k, v, index)
+        if len(given) != len(arrays):
+            raise ValueError(WITHOUT_INDEX if index is None else WITH_INDEX)
         slots = slots.to(place)
-        check_shapes(slots, (k, self.k[layer]), (v, self.v[layer]))
-        k, v = k.to(place, self.layout.dtype), v.to(place, self.layout.dtype)
-        put_rows(self.k[layer], slots, k, self._page_size)
-        put_rows(self.v[layer], slots, v, self._page_size)
+        pairs = [(values.to(place, dtype), array) for values, array in zip(given, arrays, strict=True)]
+        check_shapes(slots, *pairs)
+        for values, array in pairs:
+            put_rows(array, slots, values, self._page_size)
 
     def gather(
-        self, layer: int, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, slots: torch.Tensor, out: Sequence[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """Return copies of the K and V of `slots` in one layer, `[n, num_kv_heads, dim]` each.
+
+        A layer with index keys also returns these, `[n, index_dim]`.
 
         Args:
             slots: int64, `[n]`; window slots for a sliding-window layer.
@@ -102,22 +124,21 @@ class KVPool:
         Raises:
             ValueError: `out` does not fit.
         """
-        place = self.storage.device
-        slots = slots.to(place)
-        k, v = self.k[layer], self.v[layer]
-        k_out, v_out = out or (k.new_empty(len(slots), *k.shape[1:]), v.new_empty(len(slots), *v.shape[1:]))
-        check_shapes(slots, (k_out, k), (v_out, v))
-        if out is not None:
-            check_out(k_out, k)
-            check_out(v_out, v)
-        take_rows(k, slots, k_out, self._page_size)
-        take_rows(v, slots, v_out, self._page_size)
-        return k_out, v_out
+        slots, arrays = slots.to(self._device), self._arrays[layer]
+        if out is None:
+            copies = tuple([array.new_empty(len(slots), *array.shape[1:]) for array in arrays])
+        else:
+            copies = tuple(out)
+            _check_outs(slots, copies, arrays)
+        for copy, array in zip(copies, arrays, strict=True):
+            take_rows(array, slots, copy, self._page_size)
+        return copies
 
-    def read_all(self, slots: torch.Tensor, swa_slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_all(self, slots: torch.Tensor, swa_slots: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return copies of the K and V of `slots` in all layers, `[num_layers, n, num_kv_heads, dim]` each.
 
-        Sliding-window layers are read at `swa_slots`; state layers are zeros.
+        If the layers have index keys, also these, `[num_layers, n, index_dim]`. Sliding-window layers are read at
+        `swa_slots`; state layers are zeros.
 
         Raises:
             ValueError: layers differ in shape, or a sliding-window layer needs `swa_slots`.
@@ -125,19 +146,24 @@ class KVPool:
         layout = self.layout
         self._check_alike()
         slots, swa_slots = self._brought_here(slots, swa_slots)
-        shape = (layout.num_layers, len(slots), layout.num_kv_heads)
-        k = torch.empty(*shape, layout.head_dim, dtype=layout.dtype, device=self.storage.device)
-        v = torch.empty(*shape, layout.v_head_dim, dtype=layout.dtype, device=self.storage.device)
+        shapes = layout.copy_shapes(len(slots))
+        copies = tuple(torch.empty(*shape, dtype=layout.dtype, device=self._device) for shape in shapes)
         for layer in range(layout.num_layers):
+            of_layer = [copy[layer] for copy in copies]
             if layout.kind(layer) == "state":
-                k[layer].zero_()
-                v[layer].zero_()
+                for rows in of_layer:
+                    rows.zero_()
             else:
-                self.gather(layer, self._rows(layer, slots, swa_slots), (k[layer], v[layer]))
-        return k, v
+                self.gather(layer, self._rows(layer, slots, swa_slots), of_layer)
+        return copies
 
     def write_all(
-        self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, swa_slots: torch.Tensor | None = None
+        self,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        swa_slots: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
     ) -> None:
         """Copy KV into slots of all layers that have KV. The caller must hold the slots.
 
@@ -145,14 +171,17 @@ class KVPool:
             slots: int64, `[n]`.
             k, v: `[num_layers, n, num_kv_heads, dim]` each; cast to the pool's dtype.
             swa_slots: int64, `[n]`, for sliding-window layers.
+            index: `[num_layers, n, index_dim]`, if the layers have index keys; cast to the pool's dtype.
 
         Raises:
-            ValueError: layers differ in shape (nothing was written), or a sliding-window layer needs `swa_slots`.
+            ValueError: layers differ in shape (nothing was written), or a sliding-window layer needs `swa_slots`; or
+                `index` is missing or the layers have no index keys (nothing was written).
         """
         self._check_alike()
         slots, swa_slots = self._brought_here(slots, swa_slots)
         for layer in self.layout.kv_layers:
-            self.write(layer, self._rows(layer, slots, swa_slots), k[layer], v[layer])
+            of_layer = None if index is None else index[layer]
+            self.write(layer, self._rows(layer, slots, swa_slots), k[layer], v[layer], of_layer)
 
     def _check_alike(self) -> None:
         if difference := self.layout.difference:
@@ -161,7 +190,7 @@ class KVPool:
     def _brought_here(
         self, slots: torch.Tensor, swa_slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        place = self.storage.device
+        place = self._device
         return slots.to(place), None if swa_slots is None else swa_slots.to(place)
 
     def _rows(self, layer: int, slots: torch.Tensor, swa_slots: torch.Tensor | None) -> torch.Tensor:
@@ -170,6 +199,17 @@ class KVPool:
         if swa_slots is None:
             raise ValueError("swa_slots must not be None: the pool has sliding-window layers")
         return swa_slots
+
+
+def _check_outs(slots: torch.Tensor, outs: tuple[torch.Tensor, ...], arrays: tuple[torch.Tensor, ...]) -> None:
+    """Raise ValueError unless there is a tensor for each array of a layer, which can take the rows of `slots`."""
+    if len(outs) != len(arrays):
+        names = ", ".join(ARRAYS[: len(arrays)])
+        raise ValueError(f"out must be {len(arrays)} tensors, of {names}, not {len(outs)}")
+    pairs = list(zip(outs, arrays, strict=True))
+    check_shapes(slots, *pairs)
+    for out, array in pairs:
+        check_out(out, array)
 
 
 def wait_for_device(tensor: torch.Tensor) -> None:

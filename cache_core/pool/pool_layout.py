@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,7 +19,8 @@ class PoolLayout:
 
     A full layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`; its V has `v_head_dim` instead. A
     sliding-window layer has `num_swa_slots` instead of `num_slots`. The first `page_size` slots are reserved for
-    padding, so that slot ids index the tensors directly.
+    padding, so that slot ids index the tensors directly. A layer with index keys has a third tensor for them,
+    `[rows, index_dim]`.
 
     A state layer has no K and V, but a tensor `[num_state_slots + 1, *shape]` for each of `state_shapes`; state slot 0
     is reserved. The states follow all KV; the states of one slot are contiguous.
@@ -30,7 +31,8 @@ class PoolLayout:
     full, and its K is `[num_slots, num_kv_heads, head_dim]`.
 
     Raises:
-        ValueError: `kv_shapes` does not have a shape for each layer, or all layers with K and V have the same shape.
+        ValueError: `kv_shapes` does not have a shape for each layer, or all layers with K and V have the same shape; or
+            `index_dims` does not have a number for each layer.
     """
 
     num_slots: int
@@ -46,8 +48,11 @@ class PoolLayout:
     state_shapes: tuple[tuple[int, ...], ...] = ()
     max_seq_len: int | None = None
     kv_shapes: tuple[tuple[int, int, int], ...] | None = None  # for each layer, if layers differ; None: all alike
+    index_dims: tuple[int, ...] = ()  # elements of an index key in each layer, 0: none; empty: no layer has any
 
     def __post_init__(self) -> None:
+        if len(self.index_dims) not in (0, self.num_layers):
+            raise ValueError(f"index_dims must have a number for each of {self.num_layers} layers: {self.index_dims}")
         if self.kv_shapes is None:
             return
         if len(self.kv_shapes) != self.num_layers:
@@ -70,27 +75,47 @@ class PoolLayout:
             return self.kv_shapes[layer]
         return self.num_kv_heads, self.head_dim, self.v_head_dim
 
+    def index_dim(self, layer: int) -> int:
+        """Return the elements of an index key of a layer; 0: it has none."""
+        return self.index_dims[layer] if self.index_dims else 0
+
     @property
     def difference(self) -> str:
-        """Two layers with K and V of different shapes, and these shapes, as text; empty if all layers are alike."""
-        if self.kv_shapes is None:
+        """Two layers with K, V or index keys of different shapes, as text; empty if all layers are alike."""
+        if self.kv_shapes is None and not self.index_dims:
             return ""
+        names: dict[str, Callable[[int], object]] = {
+            "(num_kv_heads, head_dim, v_head_dim)": self.kv_shape,
+            "the number of elements of an index key": self.index_dim,
+        }
         first, *others = self.kv_layers
-        other = next(layer for layer in others if self.kv_shapes[layer] != self.kv_shapes[first])
-        return (
-            f"(num_kv_heads, head_dim, v_head_dim) is {self.kv_shapes[first]} in layer {first}, "
-            f"but {self.kv_shapes[other]} in layer {other}"
-        )
+        for name, of_layer in names.items():
+            for other in others:
+                if of_layer(other) != of_layer(first):
+                    return f"{name} is {of_layer(first)} in layer {first}, but {of_layer(other)} in layer {other}"
+        return ""
 
     def shapes(self, layer: int) -> list[tuple[int, ...]]:
-        """Return the shapes of a layer's K and V; empty for a state layer."""
+        """Return the shapes of a layer's K and V, and of its index keys if it has any; empty for a state layer."""
         if self.kind(layer) == "state":
             return []
         rows = self.num_slots if self.kind(layer) == "full" else self.num_swa_slots
         if self.max_seq_len is None:
             rows += self.page_size
         num_kv_heads, head_dim, v_head_dim = self.kv_shape(layer)
-        return [(rows, num_kv_heads, head_dim), (rows, num_kv_heads, v_head_dim)]
+        shapes: list[tuple[int, ...]] = [(rows, num_kv_heads, head_dim), (rows, num_kv_heads, v_head_dim)]
+        if index_dim := self.index_dim(layer):
+            shapes.append((rows, index_dim))
+        return shapes
+
+    def copy_shapes(self, num_slots: int) -> list[tuple[int, ...]]:
+        """Return the shapes of copies of slots in all layers: of K, of V, and of index keys if layers have any.
+
+        All layers must be alike.
+        """
+        lead = self.num_layers, num_slots
+        shapes: list[tuple[int, ...]] = [(*lead, self.num_kv_heads, dim) for dim in (self.head_dim, self.v_head_dim)]
+        return [*shapes, (*lead, max(self.index_dims))] if self.index_dims else shapes
 
     @property
     def num_bytes(self) -> int:
@@ -125,6 +150,7 @@ class PoolLayout:
         """
         assert self.max_seq_len is not None, "sequence_views needs a layout with max_seq_len"
         assert self.kv_shapes is None, "sequence_views needs a layout without kv_shapes"
+        assert not self.index_dims, "sequence_views needs a layout without index keys"
         memory = storage[: self.num_bytes].view(self.dtype)
         to_next_layer = memory.numel() // max(1, self.num_layers)
         at, views, length = memory.storage_offset(), [], self.max_seq_len

@@ -64,20 +64,20 @@ async def make_worker(gpu_cluster: None) -> AsyncIterator[Callable[[], Any]]:
 
 
 async def test_workers_on_the_card_map_the_pool_and_see_each_others_writes(make_worker: Callable[[], Any]) -> None:
-    k, v = random_kv(len(PROMPT), "bfloat16", seed=8)
-    cache = start_cache(config_of("bfloat16", "cuda"))
+    k, v, index = arrays = random_kv(len(PROMPT), "bfloat16", 8, index_dim=6)
+    cache = start_cache(config_of("bfloat16", "cuda", index_head_dim=6))
     handle = await cache.pool_handle.remote()
     assert (handle.device_type, handle.path) == ("cuda", None)
     assert handle.gpu_uuid is not None
 
     async with attached((make_worker(), make_worker()), cache) as (writer, reader):
         _, own = await writer.acquire.remote(PROMPT)
-        await writer.write.remote(k, v, True)
+        await writer.write.remote(k, v, True, index)
         await writer.publish.remote(PROMPT)
 
         assert (await reader.acquire.remote(PROMPT))[0] == 8
-        assert await reader.read.remote(8, True) == bits(k[:, :8], v[:, :8])
-        assert await reader.read.remote(8, False) == bits(k[:, :8], v[:, :8])
+        assert await reader.read.remote(8, True) == bits(*(array[:, :8] for array in arrays))
+        assert await reader.read.remote(8, False) == bits(*(array[:, :8] for array in arrays))
         await writer.poke.remote(own[9], 5.0)
         assert await reader.peek.remote(own[9]) == 5.0  # the same memory, not a copy
     shutdown_cache(cache)

@@ -34,23 +34,27 @@ async def test_every_hit_reads_the_kv_of_its_tokens_while_pages_are_evicted(kind
     await cache.close()
 
 
+@pytest.mark.parametrize("index_dim", [0, 6], ids=["K and V", "index keys"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-async def test_plain_calls_and_copies_see_the_same_bits(dtype: str) -> None:
-    async with LocalPrefixCache(config_of(dtype, "cuda")) as cache:
+async def test_plain_calls_and_copies_see_the_same_bits(dtype: str, index_dim: int) -> None:
+    async with LocalPrefixCache(config_of(dtype, "cuda", index_head_dim=index_dim)) as cache:
         pool = await cache.attach_pool()
         lease = await cache.acquire(PROMPT)
-        k, v = random_kv(10, dtype, seed=9)
+        k, *others = arrays = random_kv(10, dtype, 9, index_dim)
 
         for layer in range(NUM_LAYERS):
-            pool.write(layer, lease.slots, k[layer].cuda(), v[layer].cuda())
+            pool.write(layer, lease.slots, *(array[layer].cuda() for array in arrays))
 
         assert pool.k[0].is_cuda
-        assert bits(*await pool.read_kv(lease, lease.slots)) == bits(k, v)
+        assert [index.is_cuda for index in pool.index if index.numel()] == [True] * (NUM_LAYERS if index_dim else 0)
+        assert bits(*await pool.read_kv(lease, lease.slots)) == bits(*arrays)
         gathered = [pool.gather(layer, lease.slots) for layer in range(NUM_LAYERS)]
-        assert bits(*(torch.stack(rows) for rows in zip(*gathered, strict=True))) == bits(k, v)
-        await pool.write_kv(lease, lease.slots, v.new_zeros(k.shape), v.cuda())
+        assert bits(*(torch.stack(rows) for rows in zip(*gathered, strict=True))) == bits(*arrays)
+        await pool.write_kv(lease, lease.slots, torch.zeros_like(k), *(array.cuda() for array in others))
         assert not pool.k[1][lease.slots.cuda()].any()
-        assert bits(pool.v[1][lease.slots.cuda()]) == bits(v[1])
+        assert bits(pool.v[1][lease.slots.cuda()]) == bits(others[0][1])
+        if index_dim:
+            assert bits(pool.index[1][lease.slots.cuda()]) == bits(others[1][1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])

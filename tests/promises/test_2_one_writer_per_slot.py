@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.caches.cache_kinds import NUM_LAYERS, radix
+from support.caches.cache_kinds import radix
 from support.caches.cache_under_test import CacheUnderTest, unchecked
+from support.models.stamped_kv import filled_kv
 
 from raydix.actors import AttachedPool, Lease
 from raydix.cache_core import KVCache, SlotError, TokenToKVPoolAllocator
@@ -87,8 +88,8 @@ class Holders:
     async def write(self, number: int) -> None:
         lease, _ = self.held[number]
         private = lease.slots[lease.published_len :]
-        k = torch.full((NUM_LAYERS, len(private), 1, 2), float(number))
-        await self.pools[lease.client].write_kv(lease, private, k, k[..., :1])
+        arrays = filled_kv(self.cache.kind, len(private), number)
+        await self.pools[lease.client].write_kv(lease, private, *arrays)
 
     async def check(self) -> None:
         """Check that a private slot is in no other lease, that each lease reads its number, and that no other can write
@@ -108,17 +109,15 @@ class Holders:
 
     async def check_kv(self, number: int, lease: Lease) -> None:
         private = lease.slots[lease.published_len :]
-        k, v = await self.pools[lease.client].read_kv(lease, private)
+        arrays = await self.pools[lease.client].read_kv(lease, private)
         for layer, kind in enumerate(self.cache.kind.layer_kinds):
             if kind == "full":
-                assert bool((k[layer] == number).all() and (v[layer] == number).all()), (
-                    f"lease {number} was overwritten"
-                )
+                assert all((array[layer] == number).all() for array in arrays), f"lease {number} was overwritten"
         others = [slot for other, _ in self.held.values() if other is not lease for slot in other.slots.tolist()]
         if others:
-            kv = torch.zeros(NUM_LAYERS, 1, 1, 2)
+            arrays = tuple(filled_kv(self.cache.kind, 1, 0))
             with pytest.raises(InvalidRequest, match="only slots that were not published yet"):
-                await self.pools[lease.client].write_kv(lease, torch.tensor(others[:1]), kv, kv[..., :1])
+                await self.pools[lease.client].write_kv(lease, torch.tensor(others[:1]), *arrays)
 
 
 def private_window(cache: CacheUnderTest, lease: Lease) -> list[int]:

@@ -1,4 +1,4 @@
-"""Pools of layers that differ in kind and shape: a write into a layer's slots changes those bytes and no others.
+"""Pools of layers that differ in kind, shape and index keys: a write into slots changes those bytes and no others.
 
 Then rules of the layout are broken one by one, and the claim must see each.
 """
@@ -63,6 +63,7 @@ def layouts(draw: Any) -> PoolLayout:
         num_state_slots=draw(st.integers(1, 3)),
         state_shapes=STATE_SHAPES,
         kv_shapes=tuple(shapes),
+        index_dims=tuple(0 if kind == "state" else draw(st.sampled_from([0, 3, 8])) for kind in kinds),
     )
 
 
@@ -74,8 +75,9 @@ some_steps = st.lists(
 
 
 def tensors_of(pool: KVPool, layer: int) -> list[torch.Tensor]:
-    """A layer's K and V, or its states."""
-    return list(pool.state(layer)) or [pool.k[layer], pool.v[layer]]
+    """A layer's K, V and index keys, or its states."""
+    index = [pool.index[layer]] if pool.layout.index_dims[layer] else []
+    return list(pool.state(layer)) or [pool.k[layer], pool.v[layer], *index]
 
 
 def shapes_of(layout: PoolLayout, layer: int) -> list[tuple[int, ...]]:
@@ -85,7 +87,8 @@ def shapes_of(layout: PoolLayout, layer: int) -> list[tuple[int, ...]]:
     if kind == "state":
         return [(layout.num_state_slots + 1, *shape) for shape in STATE_SHAPES]
     rows = layout.page_size + (layout.num_slots if kind == "full" else layout.num_swa_slots)
-    return [(rows, heads, head_dim), (rows, heads, v_head_dim)]
+    index_dim = layout.index_dims[layer]
+    return [(rows, heads, head_dim), (rows, heads, v_head_dim), *([(rows, index_dim)] if index_dim else [])]
 
 
 def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -108,7 +111,7 @@ def choose_rows(generator: np.random.Generator, num_rows: int, page_size: int, s
 def write(pool: KVPool, layer: int, rows: torch.Tensor, values: list[torch.Tensor], by_view: bool) -> None:
     """Write into a layer by `write`, or through the tensors that the pool shows."""
     if not by_view and pool.layout.kind(layer) != "state":
-        pool.write(layer, rows, values[0], values[1])
+        pool.write(layer, rows, *values)
         return
     for tensor, value in zip(tensors_of(pool, layer), values, strict=True):
         tensor.view(torch.uint8)[rows] = value.view(torch.uint8)
@@ -179,9 +182,9 @@ def layers_are_as_far_apart_as_if_they_were_alike(patch: Patch) -> None:
         all_layers = original(layout, storage)
         first = all_layers[layout.kv_layers[0]][0]
         for number, layer in enumerate(layout.kv_layers):
-            k, v = all_layers[layer]
+            k, *others = all_layers[layer]
             at = number * pool_layout.aligned(first.nbytes)
-            all_layers[layer] = storage[at : at + k.nbytes].view(layout.dtype).view(k.shape), v
+            all_layers[layer] = storage[at : at + k.nbytes].view(layout.dtype).view(k.shape), *others
         return all_layers
 
     original = PoolLayout.views
@@ -208,6 +211,37 @@ def window_layers_have_a_row_for_each_slot(patch: Patch) -> None:
         return [(layout.num_slots + layout.page_size, *shape[1:]) for shape in original(layout, layer)]
 
     patch.setattr(PoolLayout, "shapes", shapes)
+
+
+@breaks
+def index_keys_lie_where_values_do(patch: Patch) -> None:
+    def views(layout: PoolLayout, storage: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        layers = original(layout, storage)
+        for layer in layout.kv_layers:
+            if layout.index_dim(layer):
+                k, v, index = layers[layer]
+                at = v.data_ptr() - storage.data_ptr()
+                layers[layer] = k, v, storage[at : at + index.nbytes].view(layout.dtype).view(index.shape)
+        return layers
+
+    original = PoolLayout.views
+    patch.setattr(PoolLayout, "views", views)
+
+
+@breaks
+def all_layers_have_index_keys_of_one_width(patch: Patch) -> None:
+    patch.setattr(PoolLayout, "index_dim", lambda layout, layer: max(layout.index_dims))
+
+
+@breaks
+def index_keys_are_not_written(patch: Patch) -> None:
+    original = kv_pool.put_rows
+
+    def put_rows(target: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, page_size: int) -> None:
+        if target.ndim == 3:
+            original(target, slots, source, page_size)
+
+    patch.setattr(kv_pool, "put_rows", put_rows)
 
 
 @breaks

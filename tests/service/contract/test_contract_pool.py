@@ -85,11 +85,11 @@ async def test_published_slots_cannot_be_written(cache: CacheUnderTest) -> None:
     await compute(cache, pool, lease, tokens, 0)
     await cache.insert(lease, 1, 2)
     other = await cache.client.acquire(tokens)
-    k, v = stamped_kv([7])
+    arrays = stamped_kv(cache.kind, [7])
 
     for holder in (lease, other):
         with pytest.raises(InvalidRequest, match="only slots that were not published yet can be written"):
-            await pool.write_kv(holder, holder.slots[:1], k, v)
+            await pool.write_kv(holder, holder.slots[:1], *arrays)
 
     await check_kv(cache, pool, other, tokens[: other.prefix_len])
 
@@ -97,14 +97,14 @@ async def test_published_slots_cannot_be_written(cache: CacheUnderTest) -> None:
 async def test_only_the_holder_reads_and_writes_and_only_while_it_holds(cache: CacheUnderTest) -> None:
     tokens = cache.tokens(1)
     lease = await cache.client.acquire(tokens)
-    k, v = stamped_kv(tokens)
+    arrays = stamped_kv(cache.kind, tokens)
     own = await cache.client.attach_pool(mapped=False)
     others = await cache.another_client().attach_pool(mapped=False)
 
-    for use in (lambda: others.read_kv(lease, lease.slots), lambda: others.write_kv(lease, lease.slots, k, v)):
+    for use in (lambda: others.read_kv(lease, lease.slots), lambda: others.write_kv(lease, lease.slots, *arrays)):
         with pytest.raises(UnknownLease, match="belongs to another"):
             await use()
     await lease.release()
-    for use in (lambda: own.read_kv(lease, lease.slots), lambda: own.write_kv(lease, lease.slots, k, v)):
+    for use in (lambda: own.read_kv(lease, lease.slots), lambda: own.write_kv(lease, lease.slots, *arrays)):
         with pytest.raises(UnknownLease, match="has ended"):
             await use()

@@ -39,6 +39,7 @@ class KindUnderTest:
     largest_leaf: int | None = None  # pages of one `publish` that an eviction takes at a time; None: all of it
     replaces_unused: bool = False  # of two copies of an unused page, the later is kept
     layer_kinds: tuple[str, ...] = ("full",) * NUM_LAYERS  # "swa": leases hold window slots; "state": one state each
+    index_head_dim: int = 0  # elements of an index key, which all layers with K and V keep; 0: they keep none
 
     def __str__(self) -> str:
         return self.name
@@ -72,6 +73,10 @@ class KindUnderTest:
         pool: dict[str, Any] = {"num_slots": NUM_PAGES * self.page_size, "dtype": "float32", "device": "cpu", **shape}
         if set(self.layer_kinds) != {"full"}:
             pool["layer_kinds"] = self.layer_kinds
+        if self.index_head_dim:
+            pool["index_head_dim"] = self.index_head_dim
+            if self.has_window:
+                pool["index_layers"] = [layer for layer, kind in enumerate(self.layer_kinds) if kind != "state"]
         return CacheConfig(
             page_size=self.page_size,
             pool=PoolConfig(**pool | self.pool),
@@ -82,9 +87,9 @@ class KindUnderTest:
         )
 
 
-def radix(page_size: int = 1) -> KindUnderTest:
+def radix(page_size: int = 1, index_head_dim: int = 0) -> KindUnderTest:
     """The kind to which others are compared: every published page can be hit."""
-    return KindUnderTest(f"radix{page_size}", page_size)
+    return KindUnderTest(f"radix{page_size}", page_size, index_head_dim=index_head_dim)
 
 
 def window(page_size: int, window_size: int, bigram: bool = False, num_swa_pages: int = NUM_PAGES) -> KindUnderTest:
@@ -113,7 +118,7 @@ def mamba(page_size: int, num_states: int = 3 * NUM_PAGES) -> KindUnderTest:
 
 
 def hybrid(page_size: int, window_size: int, num_swa_pages: int = NUM_PAGES) -> KindUnderTest:
-    """Windows and states together; leaves are as small as with states."""
+    """Windows, states and index keys together; leaves are as small as with states."""
     states = mamba(page_size)
     return replace(
         states,
@@ -121,6 +126,7 @@ def hybrid(page_size: int, window_size: int, num_swa_pages: int = NUM_PAGES) -> 
         config={**states.config, "sliding_window_size": window_size},
         pool={**states.pool, "num_swa_slots": num_swa_pages * page_size},
         layer_kinds=("full", "swa", "state"),
+        index_head_dim=3,
     )
 
 
@@ -154,7 +160,7 @@ def slots(page_size: int) -> KindUnderTest:
 
 KINDS = (
     radix(1),
-    radix(16),
+    radix(16, index_head_dim=3),
     window(4, 6),
     window(4, 6, bigram=True),
     mamba(4),

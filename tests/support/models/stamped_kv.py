@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from zlib import crc32
 
 import torch
-from support.caches.cache_kinds import NUM_LAYERS
+from support.caches.cache_kinds import NUM_LAYERS, KindUnderTest
 from support.caches.cache_under_test import CacheUnderTest
 
 from raydix.actors import AttachedPool, Lease
+from raydix.cache_core.pool.kv_pool import ARRAYS
 
 
 def stamps(tokens: Sequence[int], salt: str = "") -> list[int]:
@@ -25,11 +26,17 @@ def stamps(tokens: Sequence[int], salt: str = "") -> list[int]:
     return row
 
 
-def stamped_kv(tokens: Sequence[int], salt: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of each token in each layer, `[num_layers, n, 1, 2]` and `[num_layers, n, 1, 1]`."""
+def stamped_kv(kind: KindUnderTest, tokens: Sequence[int], salt: str = "") -> tuple[torch.Tensor, ...]:
+    """K, V and, where a kind has them, index keys of each token in each layer, `[num_layers, n, ...]` each."""
     row = torch.tensor(stamps(tokens, salt), dtype=torch.float32)
     layers = torch.stack([row + layer for layer in range(NUM_LAYERS)])
-    return torch.stack((layers, -layers), -1)[:, :, None, :], (layers + 0.5)[:, :, None, None]
+    kv = torch.stack((layers, -layers), -1)[:, :, None, :], (layers + 0.5)[:, :, None, None]
+    return (*kv, (layers + 0.25)[:, :, None].repeat(1, 1, kind.index_head_dim)) if kind.index_head_dim else kv
+
+
+def filled_kv(kind: KindUnderTest, num_slots: int, value: float) -> list[torch.Tensor]:
+    """K, V and, where a kind has them, index keys with one value, `[num_layers, n, ...]` each."""
+    return [torch.full_like(array, value) for array in stamped_kv(kind, range(num_slots))]
 
 
 def stamped_state(tokens: Sequence[int], salt: str = "") -> list[torch.Tensor]:
@@ -45,10 +52,10 @@ async def compute(
 
     Into the mapped tensors if the pool is mapped, by copying otherwise.
     """
-    k, v = stamped_kv(tokens, salt)
+    arrays = [array[:, start:] for array in stamped_kv(cache.kind, tokens, salt)]
     stop = len(tokens)
     if not pool.mapped:
-        await pool.write_kv(lease, lease.slots[start:stop], k[:, start:], v[:, start:])
+        await pool.write_kv(lease, lease.slots[start:stop], *arrays)
         return
     for layer, kind in enumerate(cache.kind.layer_kinds):
         if kind == "state":
@@ -57,20 +64,20 @@ async def compute(
         else:
             rows = (lease.slots if kind == "full" else lease.swa_slots)[start:stop]
             held = rows > 0 if kind == "swa" else slice(None)  # a window may have moved on
-            pool.write(layer, rows[held], k[layer, start:][held], v[layer, start:][held])
+            pool.write(layer, rows[held], *(array[layer][held] for array in arrays))
 
 
 async def check_kv(
     cache: CacheUnderTest, pool: AttachedPool, lease: Lease, tokens: Sequence[int], salt: str = ""
 ) -> None:
     """The KV in the lease's slots is that of these tokens, bit for bit, in every layer that keeps it."""
-    k, v = stamped_kv(tokens, salt)
-    read_k, read_v = await pool.read_kv(lease, lease.slots[: len(tokens)])
+    expected, found = stamped_kv(cache.kind, tokens, salt), await pool.read_kv(lease, lease.slots[: len(tokens)])
     for layer, kind in enumerate(cache.kind.layer_kinds):
         if kind != "state":
             held = lease.swa_slots[: len(tokens)] > 0 if kind == "swa" else slice(None)
-            assert torch.equal(read_k[layer][held], k[layer][held]), f"K of layer {layer}"
-            assert torch.equal(read_v[layer][held], v[layer][held]), f"V of layer {layer}"
+            for name, array, read in zip(ARRAYS, expected, found, strict=False):
+                assert torch.equal(read[layer][held], array[layer][held]), f"{name} of layer {layer}"
+            assert len(found) == len(expected)
 
 
 def check_state(cache: CacheUnderTest, pool: AttachedPool, lease: Lease, tokens: Sequence[int], salt: str = "") -> None:

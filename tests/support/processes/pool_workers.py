@@ -18,7 +18,7 @@ PAGE, NUM_LAYERS, NUM_HEADS, K_DIM, V_DIM = 4, 3, 2, 8, 4
 PROMPT = list(range(1, 11))  # two pages and a half
 
 
-def config_of(dtype: str, device: str = "cpu") -> CacheConfig:
+def config_of(dtype: str, device: str = "cpu", **pool: Any) -> CacheConfig:
     return CacheConfig(
         page_size=PAGE,
         pool=PoolConfig(
@@ -29,25 +29,27 @@ def config_of(dtype: str, device: str = "cpu") -> CacheConfig:
             v_head_dim=V_DIM,
             dtype=dtype,
             device=device,
+            **pool,
         ),
         eviction=EvictionConfig(high_watermark=1.0),
         validate=True,
     )
 
 
-def random_kv(num_slots: int, dtype: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random bits, NaN and infinity included."""
+def random_kv(num_slots: int, dtype: str, seed: int, index_dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return random bits for K, V and index keys of that width, if any; NaN and infinity included."""
     generator = np.random.default_rng(seed)
     torch_dtype: torch.dtype = getattr(torch, dtype)
 
-    def rows(dim: int) -> torch.Tensor:
-        shape = (NUM_LAYERS, num_slots, NUM_HEADS, dim)
+    def rows(*of_token: int) -> torch.Tensor:
+        shape = (NUM_LAYERS, num_slots, *of_token)
         if not num_slots:
             return torch.empty(shape, dtype=torch_dtype)
         data = generator.integers(0, 256, int(np.prod(shape)) * torch_dtype.itemsize, np.uint8)
         return torch.from_numpy(data).view(torch_dtype).view(shape)
 
-    return rows(K_DIM), rows(V_DIM)
+    kv = rows(NUM_HEADS, K_DIM), rows(NUM_HEADS, V_DIM)
+    return (*kv, rows(index_dim)) if index_dim else kv
 
 
 def bits(*tensors: torch.Tensor) -> list[bytes]:
@@ -73,14 +75,16 @@ def worker_class() -> Any:
             self._lease = await self._client.acquire(tokens)
             return self._lease.prefix_len, self._lease.slots.tolist()
 
-        async def write(self, k: torch.Tensor, v: torch.Tensor, mapped: bool) -> None:
-            slots = self._lease.slots
+        async def write(
+            self, k: torch.Tensor, v: torch.Tensor, mapped: bool, index: torch.Tensor | None = None
+        ) -> None:
+            slots, arrays = self._lease.slots, [k, v] if index is None else [k, v, index]
             if not mapped:
-                await self._copying.write_kv(self._lease, slots, k, v)
+                await self._copying.write_kv(self._lease, slots, *arrays)
                 return
             device = self._pool.k[0].device
             for layer in range(len(k)):
-                self._pool.write(layer, slots, k[layer].to(device), v[layer].to(device))
+                self._pool.write(layer, slots, *(array[layer].to(device) for array in arrays))
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 

@@ -94,6 +94,15 @@ def test_the_shapes_of_layers_may_be_given_as_an_option_or_a_variable() -> None:
         assert settings.config.pool.kv_shapes == ((2, 4, 4), (1, 8, 8))
 
 
+def test_layers_with_index_keys_may_be_given_as_an_option_and_count_in_the_bytes_of_a_token() -> None:
+    layers = "num_layers: 3, num_kv_heads: 1, head_dim: 8, index_head_dim: 4, index_layers: [0, 2]"
+
+    pool = load_settings(environ={}, options=[f"pool={{num_slots: 112kB, {layers}}}"]).config.pool
+
+    assert (pool.index_head_dim, pool.index_layers) == (4, (0, 2))
+    assert pool.num_slots == 112_000 // (2 * (3 * (8 + 8) + 2 * 4))
+
+
 @pytest.mark.parametrize(
     ("text", "slots"),
     [("1M", 999_936), ("1e6", 999_936), ("0.5M", 499_712), ('"200,000"', 199_680), ("1_024", 1024), ("2k", 1536)],

@@ -306,6 +306,148 @@ def test_shapes_are_those_of_layers_that_differ(shapes: tuple[tuple[int, int, in
         replace(HYBRID, kv_shapes=shapes)
 
 
+# ---------------------------------------------------------------- index keys
+
+INDEXED = replace(TINY, index_dims=(7, 7))
+SOME_INDEXED = replace(HYBRID, index_dims=(0, 7, 0, 0))
+WINDOWS_INDEXED = replace(HYBRID, index_dims=(0, 7, 7, 0))
+
+
+def indexed_kv(dtype: torch.dtype, *lead: int) -> tuple[torch.Tensor, ...]:
+    """K, V and index keys in the shape of `INDEXED`."""
+    return (*(counting(dtype, *lead, 3, dim) for dim in (4, 5)), counting(dtype, *lead, 7, start=3))
+
+
+def test_a_layer_with_index_keys_has_a_third_tensor_by_the_slots_of_its_kind() -> None:
+    pool, some = KVPool(WINDOWS_INDEXED), KVPool(SOME_INDEXED)
+
+    assert [tuple(index.shape) for index in pool.index] == [(0,), (6, 7), (4, 7), (0,)]
+    assert [tuple(index.shape) for index in some.index] == [(0,), (6, 7), (0,), (0,)]
+    assert SOME_INDEXED.shapes(1) == [(6, 3, 4), (6, 3, 5), (6, 7)]
+    assert SOME_INDEXED.num_bytes == HYBRID.num_bytes + 256  # 168 bytes, to the next multiple of 256
+    assert [index.numel() for index in KVPool(TINY).index] == [0, 0]
+
+
+def test_index_keys_share_no_memory_with_other_tensors() -> None:
+    pool = KVPool(WINDOWS_INDEXED)
+    tensors = [*pool.k[1:3], *pool.v[1:3], *pool.index[1:3], *pool.state(0), *pool.state(3)]
+    for number, tensor in enumerate(tensors, 1):
+        tensor.fill_(number)
+
+    assert [tensor.unique().tolist() for tensor in tensors] == [[number] for number in range(1, len(tensors) + 1)]
+
+
+@pytest.mark.parametrize("slots", [[2, 3], [5, 2], [4, 5, 2, 3]], ids=str)
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+def test_index_keys_are_written_and_read_with_kv_bit_for_bit(dtype: torch.dtype, slots: list[int]) -> None:
+    pool, rows = KVPool(replace(INDEXED, dtype=dtype)), torch.tensor(slots)
+    arrays = indexed_kv(dtype, len(slots))
+    out = [torch.empty_like(array) for array in arrays]
+
+    pool.write(1, rows, *arrays)
+
+    expected = [bits(array) for array in arrays]
+    assert [bits(array) for array in pool.gather(1, rows)] == expected
+    assert [bits(array) for array in pool.gather(1, rows, out)] == [bits(array) for array in out] == expected
+    assert bits(pool.index[1][rows]) == expected[2]
+    assert sorted(slots) == [row for row in range(6) if bits(pool.index[1][row]).strip(b"\0")]
+    assert not pool.index[0].any()
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+def test_index_keys_of_all_layers_are_copied_at_once(dtype: torch.dtype) -> None:
+    pool, slots = KVPool(replace(INDEXED, dtype=dtype)), torch.tensor([4, 2, 5])
+    k, v, index = indexed_kv(dtype, 2, 3)
+
+    pool.write_all(slots, k, v, index=index)
+
+    assert [bits(array) for array in pool.read_all(slots)] == [bits(k), bits(v), bits(index)]
+    assert INDEXED.copy_shapes(3) == [tuple(array.shape) for array in (k, v, index)]
+    assert TINY.copy_shapes(3) == [tuple(array.shape) for array in (k, v)]
+
+
+def test_index_keys_of_window_layers_are_copied_by_window_slots() -> None:
+    pool, slots, swa_slots = KVPool(WINDOWS_INDEXED), torch.tensor([4, 5]), torch.tensor([2, 3])
+    k, v, index = indexed_kv(torch.float32, 4, 2)
+
+    pool.write_all(slots, k, v, swa_slots, index)
+
+    assert pool.index[1][slots].equal(index[1])
+    assert pool.index[2][swa_slots].equal(index[2])
+    for read, array in zip(pool.read_all(slots, swa_slots), (k, v, index), strict=True):
+        assert read[1:3].equal(array[1:3])
+        assert not read[0].any() and not read[3].any()
+
+
+def test_index_keys_are_cast_to_the_pools_dtype() -> None:
+    pool = KVPool(replace(INDEXED, dtype=torch.float16))
+
+    pool.write(0, torch.tensor([2]), *(torch.full_like(array, 1.5) for array in indexed_kv(torch.float32, 1)))
+
+    assert pool.index[0][2].equal(torch.full((7,), 1.5, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("layer", "index", "reason"),
+    [
+        (1, None, "index must be given"),
+        (2, torch.ones(1, 7), "index must be left out"),
+        (3, torch.ones(1, 7), "index must be left out"),
+        (1, torch.ones(1, 6), r"1 slots need \[1, 7\], not \[1, 6\]"),
+        (1, torch.ones(2, 7), r"1 slots need \[1, 7\], not \[2, 7\]"),
+        (1, torch.ones(1, 1, 7), r"1 slots need \[1, 7\], not \[1, 1, 7\]"),
+    ],
+    ids=["none", "window", "state", "narrow", "rows", "heads"],
+)
+def test_index_keys_that_do_not_fit_are_refused_before_anything_is_written(
+    layer: int, index: torch.Tensor | None, reason: str
+) -> None:
+    pool = KVPool(SOME_INDEXED)
+
+    with pytest.raises(ValueError, match=reason):
+        pool.write(layer, torch.tensor([2]), torch.ones(1, 3, 4), torch.ones(1, 3, 5), index)
+
+    assert not pool.storage.any()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_all_layers_take_index_keys_or_none_does(given: bool) -> None:
+    pool = KVPool(TINY if given else INDEXED)
+    k, v, index = indexed_kv(torch.float32, 2, 1)
+
+    with pytest.raises(ValueError, match="index must be left out" if given else "index must be given"):
+        pool.write_all(torch.tensor([2]), k, v, index=index if given else None)
+
+    assert not pool.storage.any()
+
+
+@pytest.mark.parametrize(("layer", "number"), [(1, 2), (2, 3)])
+def test_a_layer_is_gathered_into_as_many_tensors_as_it_has(layer: int, number: int) -> None:
+    out = [torch.empty_like(array) for array in indexed_kv(torch.float32, 1)][:number]
+
+    with pytest.raises(ValueError, match=f"out must be {5 - number} tensors, of K, V.*, not {number}"):
+        KVPool(SOME_INDEXED).gather(layer, torch.tensor([2]), out)
+
+
+def test_layers_that_differ_in_having_index_keys_are_not_copied_at_once() -> None:
+    pool, slots = KVPool(SOME_INDEXED), torch.tensor([2])
+    difference = "one by one: the number of elements of an index key is 7 in layer 1, but 0 in layer 2"
+
+    with pytest.raises(ValueError, match=difference):
+        pool.write_all(slots, *indexed_kv(torch.float32, 4, 1)[:2], slots)
+    with pytest.raises(ValueError, match=difference):
+        pool.read_all(slots, slots)
+
+    assert not pool.storage.any()
+    assert INDEXED.difference == WINDOWS_INDEXED.difference == ""
+    assert "is (3, 4, 5) in layer 1" in replace(UNLIKE, index_dims=(0, 7, 7, 0)).difference
+
+
+def test_there_is_a_width_of_index_keys_for_each_layer() -> None:
+    with pytest.raises(ValueError, match="a number for each of 2 layers"):
+        replace(TINY, index_dims=(7,))
+
+
 # ---------------------------------------------------------------- rows of whole sequences
 
 SEQUENCES = replace(TINY, num_slots=6, max_seq_len=3)

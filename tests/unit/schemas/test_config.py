@@ -32,6 +32,8 @@ WITH_STATES: dict[str, Any] = {
 
 
 OPAQUE: dict[str, Any] = {"num_slots": 8, "format": "opaque"}
+INDEXED: dict[str, Any] = {"num_slots": 8, "num_layers": 3, "num_kv_heads": 1, "head_dim": 2, "index_head_dim": 5}
+INDEXED_STATES: dict[str, Any] = WITH_STATES | {"num_kv_heads": 1, "head_dim": 2, "index_head_dim": 5}
 
 
 def segments(*sizes: int) -> tuple[Segment, ...]:
@@ -73,6 +75,8 @@ def test_records_of_other_segments_or_pages_have_other_digests() -> None:
             "num_layers is for pools with layers",
         ),
         ({"slot_bytes": 3, "layer_kinds": ("full",)}, {}, "layer_kinds is for pools with layers"),
+        ({"slot_bytes": 3, "index_head_dim": 5}, {}, "index_head_dim is for pools with layers"),
+        ({"slot_bytes": 3, "index_layers": (0,)}, {}, "index_layers is for pools with layers"),
         ({"slot_bytes": 3, "segments": segments(4)}, {}, "slot_bytes must be 4, the bytes of segments, not 3"),
         ({"segments": segments(3, 5)[1:]}, {}, "'layer 1' must have the offset 0, not 3"),
         ({"segments": ({"name": "a"},)}, {}, "segments.0.layer"),
@@ -146,6 +150,20 @@ def test_defaults_are_those_of_the_design() -> None:
         (PoolConfig, WITH_STATES | {"kv_shapes": ((2, 4, 4), (2, 4, 4), (0, 0, 0))}, "set num_kv_heads=2, head_dim=4"),
         (PoolConfig, WITH_STATES | {"kv_shapes": ((0, 0, 0),) * 3, "layer_kinds": ("state",) * 3}, "none keeps KV"),
         (CacheConfig, {"pool": UNLIKE, "kind": "slots", "max_seq_len": 8}, "kv_shapes is not for kind 'slots'"),
+        (PoolConfig, INDEXED | {"index_head_dim": -1}, "index_head_dim"),
+        (PoolConfig, INDEXED | {"index_head_dim": 0, "index_layers": (1,)}, "set index_head_dim, or leave it out"),
+        (PoolConfig, {"num_slots": 8, "index_head_dim": 5}, "index_head_dim needs a full-attention layer"),
+        (PoolConfig, INDEXED | {"layer_kinds": ("swa",) * 3}, "index_head_dim needs a full-attention layer"),
+        (PoolConfig, INDEXED | {"index_layers": ()}, r"from 0 to 2 in ascending order, not \(\)"),
+        (PoolConfig, INDEXED | {"index_layers": (1, 0)}, r"from 0 to 2 in ascending order, not \(1, 0\)"),
+        (PoolConfig, INDEXED | {"index_layers": (1, 1)}, "from 0 to 2 in ascending order"),
+        (PoolConfig, INDEXED | {"index_layers": (0, 3)}, "from 0 to 2 in ascending order"),
+        (PoolConfig, INDEXED | {"index_layers": (-1,)}, r"index_layers\.0"),
+        (PoolConfig, INDEXED | {"index_layers": (0, 1, 2)}, "all full-attention layers, as None does: leave it out"),
+        (PoolConfig, INDEXED_STATES | {"index_layers": (1, 2)}, "layer 2 keeps a state"),
+        (CacheConfig, {"pool": INDEXED, "kind": "chunk"}, "index_head_dim is for kinds .* not 'chunk'"),
+        (CacheConfig, {"pool": INDEXED, "kind": "trie"}, "index_head_dim is for kinds .* not 'trie'"),
+        (CacheConfig, {"pool": INDEXED, "kind": "slots", "max_seq_len": 8}, "index_head_dim is for kinds"),
         (PoolConfig, {"num_slots": 8, "dtype": "int4"}, "dtype"),
         (PoolConfig, {"num_slots": 8, "device": "gpu"}, "device"),
         (PoolConfig, {"num_slots": 8, "device": "cuda:x"}, "device"),
@@ -312,6 +330,29 @@ def test_the_shapes_of_layers_are_listed_however_they_were_given() -> None:
     assert PoolConfig(**WITH_STATES, kv_shapes=shapes).layer_shapes == shapes
 
 
+@pytest.mark.parametrize(
+    ("pool", "dims"),
+    [
+        ({"num_slots": 8}, ()),
+        (INDEXED | {"index_head_dim": 0}, ()),
+        (INDEXED, (5, 5, 5)),
+        (INDEXED | {"index_layers": (1,)}, (0, 5, 0)),
+        (INDEXED | {"layer_kinds": ("swa", "full", "swa")}, (0, 5, 0)),
+        (INDEXED | {"layer_kinds": ("swa", "full", "swa"), "index_layers": (0, 1, 2)}, (5, 5, 5)),
+        (INDEXED | {"layer_kinds": ("swa",) * 3, "index_layers": (2,)}, (0, 0, 5)),
+        (INDEXED_STATES, (5, 5, 0)),
+        (INDEXED_STATES | {"index_layers": (1,)}, (0, 5, 0)),
+    ],
+)
+def test_the_full_attention_layers_have_index_keys_or_those_that_are_named(
+    pool: dict[str, Any], dims: tuple[int, ...]
+) -> None:
+    found = PoolConfig(**pool)
+
+    assert found.index_dims == dims
+    assert PoolConfig.model_validate_json(found.model_dump_json()) == found
+
+
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15", "cuda:99"])
 def test_devices_are_named_as_torch_names_them(device: str) -> None:
     assert PoolConfig(num_slots=8, device=device).device == device
@@ -381,6 +422,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "v_head_dim": 4,
         "kv_shapes": ((3, 4, 4), (1, 8, 8)),
+        "index_head_dim": 8,
+        "index_layers": (1,),
         "layer_kinds": ("full",),
         "num_swa_slots": 32,
         "num_state_slots": 2,
@@ -465,6 +508,8 @@ DEFAULTS: dict[int, dict[type[BaseModel], dict[str, Any]]] = {
             "head_dim": 0,
             "v_head_dim": None,
             "kv_shapes": None,
+            "index_head_dim": 0,
+            "index_layers": None,
             "layer_kinds": None,
             "num_swa_slots": None,
             "num_state_slots": 0,

@@ -58,6 +58,7 @@ BY_NAME: dict[str, Any] = {
     "slots": np.array([3, 1, 2]),
     "k": np.arange(6, dtype=np.uint8),
     "v": np.arange(4, dtype=np.uint8),
+    "index": np.arange(2, dtype=np.uint8),
     "device_type": "cpu",
     "namespace": "-1:a-",
     "parts": (LEAF,),
