@@ -160,10 +160,10 @@ class CausalModel:
         """Return the model's own cache, empty; None if each step must run all tokens."""
         return DynamicCache(config=self.config) if self.traits.has_own_cache else None
 
-    def copied_cache(self, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> CopiedCache:
-        """Return a `CopiedCache` in this process's memory, with the prefix given or empty."""
+    def copied_cache(self, *prefix: torch.Tensor) -> CopiedCache:
+        """Return a `CopiedCache` in this process's memory, empty or with the K, V and index keys of a prefix."""
         with torch.inference_mode():
-            return CopiedCache(self.config, self.device, k, v)
+            return CopiedCache(self.config, self.device, *prefix)
 
     def check_tokens(self, tokens: NDArray[Any], num_computed: int) -> None:
         """Check the tokens and the length of a request.

@@ -7,6 +7,8 @@ pool keeps either KV or a state, so a model's layer with both uses two:
     Qwen3-Next  state state full        0: state        1: state        2: full
     Falcon-H1   (full, state) twice     0: full, state                  1: full, state
     Nemotron-H  state, nothing, full    0: state        1:              2: full
+
+The index keys of sparse attention lie in the layer of K and V.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ class PoolLayers(NamedTuple):
 
 
 class KVShape(NamedTuple):
-    """Shape of the K and V of one token in a layer."""
+    """Shape of the K, V and index key of one token in a layer."""
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+    index_head_dim: int = 0  # in elements of the pool's dtype; 0: the layer keeps no index keys
 
 
 NO_KV = KVShape(0, 0, 0)
@@ -59,10 +62,15 @@ class StateTensor(NamedTuple):
         Raises:
             ConfigMismatch: an element of the pool does not divide one of the state.
         """
-        ratio, rest = divmod(self.dtype.itemsize, dtype.itemsize)
-        if rest:
-            raise ConfigMismatch(f"a state in {self.dtype} does not fit into a pool of {dtype}")
-        return (*self.shape[:-1], self.shape[-1] * ratio)
+        return (*self.shape[:-1], _pool_elements("a state", self.shape[-1], self.dtype, dtype))
+
+
+def _pool_elements(name: str, num_elements: int, kept: torch.dtype, pool: torch.dtype) -> int:
+    """Return how many elements of the pool's dtype have the bits of so many elements of the model's."""
+    ratio, rest = divmod(kept.itemsize, pool.itemsize)
+    if rest:
+        raise ConfigMismatch(f"{name} in {kept} does not fit into a pool of {pool}")
+    return num_elements * ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +93,7 @@ class ModelLayers:
             if uses is None:
                 raise ConfigMismatch(
                     f"layer {index} of this {config.model_type} model keeps a {type(layer).__name__}: "
-                    "a cache serves full attention, sliding windows and recurrent states"
+                    "a cache serves full attention, index keys, sliding windows and recurrent states"
                 )
             layers.append(uses)
             num_used += (uses.kv is not None) + (uses.state is not None)
@@ -123,6 +131,9 @@ class ModelLayers:
         """Return the KV shape of each layer of the pool, from a cache of the model's own after a forward pass.
 
         Layers that the pass did not reach get the shape of others of their kind. None: no layer has KV.
+
+        Raises:
+            ConfigMismatch: index keys do not fit into a pool of K's dtype.
         """
         found = [_kv_shape(cache.layers[i]) if uses.kv is not None else None for i, uses in enumerate(self.layers)]
         pairs = list(zip(self.layers, found, strict=True))
@@ -175,7 +186,7 @@ def _pool_layers(layer: Any, first: int) -> PoolLayers | None:
     kind = type(layer)
     if kind is own.DummyLayer:
         return PoolLayers()
-    if kind is own.DynamicLayer:
+    if kind in (own.DynamicLayer, own.DynamicIndexedLayer):
         return PoolLayers(kv=first)
     if kind is own.DynamicSlidingWindowLayer:
         return PoolLayers(kv=first, window=layer.sliding_window)
@@ -190,7 +201,11 @@ def _pool_layers(layer: Any, first: int) -> PoolLayers | None:
 
 def _kv_shape(layer: Any) -> KVShape | None:
     k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
-    return None if k is None or v is None else KVShape(k.shape[1], k.shape[3], v.shape[3])
+    if k is None or v is None:
+        return None
+    index = getattr(layer, "indexer_keys", None)
+    index_dim = 0 if index is None else _pool_elements("an index key", index.shape[2], index.dtype, k.dtype)
+    return KVShape(k.shape[1], k.shape[3], v.shape[3], index_dim)
 
 
 def _state_tensors(layer: Any) -> tuple[StateTensor, ...]:

@@ -214,8 +214,8 @@ class LeasedRequest:
             )
         if lease.prefix_len == 0:
             return model.copied_cache()
-        k, v = await pool.read_kv(lease, lease.slots[: lease.prefix_len])
-        return await model.run(model.copied_cache, k, v)
+        prefix = await pool.read_kv(lease, lease.slots[: lease.prefix_len])
+        return await model.run(model.copied_cache, *prefix)
 
     async def _repoint(self) -> None:
         """Update the slots on the model's thread, after the passes that run there."""
@@ -228,8 +228,8 @@ class LeasedRequest:
         decoding, lease = self._decoding, self._lease
         stop = decoding.num_computed
         if not isinstance(self._cache, PooledCache):
-            k, v = await self._model.run(self._cache.take_computed)
-            await self._pool.write_kv(lease, lease.slots[stop - k.shape[1] : stop], k, v)
+            k, *others = await self._model.run(self._cache.take_computed)
+            await self._pool.write_kv(lease, lease.slots[stop - k.shape[1] : stop], k, *others)
         await self._insert(with_state, release)
         if not release:
             await self._repoint()

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
 
+_ALL_NONZERO = "meta_nonzero_assume_all_nonzero"  # an option that older releases of torch lack
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """The shapes of a model's KV and states in a pool.
@@ -50,7 +53,7 @@ def measure(config: PreTrainedConfig, layers: ModelLayers, dtype: torch.dtype) -
 
     cache = DynamicCache(config=config)
     failure: ConfigMismatch | None = None
-    with torch.device("meta"), torch.inference_mode(), _without_gpu_kernels():
+    with torch.device("meta"), torch.inference_mode(), _without_gpu_kernels(), _counting_all():
         model = bare_model(config, dtype)
         try:
             with refusing("one token cannot be run without values"):
@@ -130,6 +133,20 @@ def _named_kv(config: PreTrainedConfig, failure: ConfigMismatch | None) -> KVSha
             f"the KV of a token of this {config.model_type} model can neither be measured ({failure}) nor read from "
             f"its configuration ({error}): make its PoolConfig by hand"
         ) from error
+
+
+@contextmanager
+def _counting_all() -> Iterator[None]:
+    """Make torch take all elements of "meta" tensors for nonzero: how many are depends on values.
+
+    Some indexers look for the tokens that a mask leaves.
+    """
+    config: Any = importlib.import_module("torch.fx.experimental._config")
+    if not hasattr(config, _ALL_NONZERO):
+        yield
+        return
+    with config.patch({_ALL_NONZERO: True}):
+        yield
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from raydix.actors.huggingface.layer_mapping import NO_KV, KVShape, ModelLayers, StateTensor
-from raydix.schemas import PoolConfig
+from raydix.schemas import ConfigMismatch, PoolConfig
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The KV of a token in each layer of a pool, and the tensors of a recurrent state.
+    """The KV and index key of a token in each layer of a pool, and the tensors of a recurrent state.
 
     Attributes:
         kinds: of each layer: "full", "swa" or "state".
@@ -34,20 +34,23 @@ class PoolShape:
         """Return the shape that a model with KV of this dtype needs.
 
         Raises:
-            ConfigMismatch: its states do not fit into a pool of the dtype.
+            ConfigMismatch: its states do not fit into a pool of the dtype, or its index keys have several widths.
         """
+        if len(widths := {shape.index_head_dim for shape in kv} - {0}) > 1:
+            raise ConfigMismatch(f"the index keys of this model's layers differ in width: {sorted(widths)}")
         name = str(dtype).removeprefix("torch.")
         return cls(layers.kinds, kv, name, tuple(state.pool_shape(dtype) for state in states))
 
     @classmethod
     def of_pool(cls, pool: PoolConfig) -> PoolShape:
         """Return the shape of a configured pool."""
-        kinds = pool.layer_kinds or ("full",) * pool.num_layers
-        return cls(kinds, tuple(KVShape(*shape) for shape in pool.layer_shapes), pool.dtype, pool.state_shapes)
+        kinds, dims = pool.layer_kinds or ("full",) * pool.num_layers, pool.index_dims or (0,) * pool.num_layers
+        kv = tuple(KVShape(*shape, dim) for shape, dim in zip(pool.layer_shapes, dims, strict=True))
+        return cls(kinds, kv, pool.dtype, pool.state_shapes)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers with KV have the same shape."""
+        """Whether all layers with KV have the same shape, also of index keys."""
         return len(self._shapes) < 2
 
     def pool_fields(self) -> dict[str, Any]:
@@ -57,9 +60,11 @@ class PoolShape:
             "layer_kinds": None if set(self.kinds) <= {"full"} else self.kinds,
             "state_shapes": self.state_shapes,
             "dtype": self.dtype,
+            "index_head_dim": max((shape.index_head_dim for shape in self._shapes), default=0),
+            "index_layers": self._index_layers,
         }
-        if not self.is_uniform:
-            return fields | {"kv_shapes": self.kv}
+        if len({shape[:3] for shape in self._shapes}) > 1:
+            return fields | {"kv_shapes": tuple(shape[:3] for shape in self.kv)}
         shape = next(iter(self._shapes), NO_KV)
         v_head_dim = None if shape.v_head_dim == shape.head_dim else shape.v_head_dim
         return fields | {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "v_head_dim": v_head_dim}
@@ -68,6 +73,13 @@ class PoolShape:
         """Return the fields of a `PoolConfig` that differ from another shape's, with their values."""
         mine, others = self.pool_fields(), other.pool_fields()
         return ", ".join(f"{name}={value!r}" for name, value in mine.items() if value != others.get(name))
+
+    @property
+    def _index_layers(self) -> tuple[int, ...] | None:
+        """The layers with index keys; None: there are none, or all full-attention layers have them."""
+        layers = tuple(layer for layer, shape in enumerate(self.kv) if shape.index_head_dim)
+        full = tuple(layer for layer, kind in enumerate(self.kinds) if kind == "full")
+        return None if layers in ((), full) else layers
 
     @property
     def _shapes(self) -> set[KVShape]:
@@ -82,5 +94,6 @@ class PoolShape:
 
 
 def _text(shape: KVShape) -> str:
-    heads, dim, v_dim = shape
-    return f"{heads} KV heads of {dim}" if dim == v_dim else f"{heads} KV heads of {dim} + {v_dim}"
+    heads, dim, v_dim, index_dim = shape
+    text = f"{heads} KV heads of {dim}" if dim == v_dim else f"{heads} KV heads of {dim} + {v_dim}"
+    return f"{text} with index keys of {index_dim}" if index_dim else text

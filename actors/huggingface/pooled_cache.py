@@ -2,6 +2,7 @@
 
     model.forward ── update(layer, k, v) ──> write to the slots of the new tokens
                   <── K, V of the sequence ── gathered from the slots of all tokens so far, or of the window's
+              update_indexer(layer, key) ───> index keys, written and gathered with K and V
                   ──── conv, recurrent ─────> copied to the lease's row of the states, and read from there
 
 `PooledCache` works on the memory of the pool, so it needs a mapped pool on the model's device. `CopiedCache`, of
@@ -23,10 +24,12 @@ from raydix.actors.huggingface.layer_mapping import ModelLayers, PoolLayers, Sta
 from raydix.actors.huggingface.pooled_layers import (
     PooledHybridLayer,
     PooledHybridWindowLayer,
+    PooledIndexedLayer,
     PooledKV,
     PooledLayer,
     PooledStateLayer,
     StateRows,
+    text_positions,
 )
 
 if TYPE_CHECKING:
@@ -44,11 +47,17 @@ class MappedPool(Protocol):
     def v(self) -> list[torch.Tensor]:
         """Each layer's V, `[rows, num_kv_heads, v_head_dim]`, contiguous; empty for layers without KV."""
 
+    @property
+    def index(self) -> list[torch.Tensor]:
+        """Each layer's index keys, `[rows, index_dim]`, contiguous; empty for layers without."""
+
     def state(self, layer: int) -> tuple[torch.Tensor, ...]:
         """Return a layer's state tensors, `[rows, *shape]` each, with contiguous rows."""
 
-    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the KV of one layer to slots, `[n, num_kv_heads, dim]` each."""
+    def write(
+        self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
+        """Write the KV of one layer to slots, `[n, num_kv_heads, dim]` each, and its index keys, `[n, index_dim]`."""
 
 
 class PooledCache(Cache):
@@ -85,6 +94,7 @@ class PooledCache(Cache):
         self._state_layers = [uses.state for uses in layers.layers if uses.state is not None]
         some_kv = next(uses.kv for uses in layers.layers if uses.kv is not None)
         self._kv = PooledKV(pool.write, pool.k[some_kv].device)
+        self._positions: torch.Tensor | None = None
         self.repoint(slots, swa_slots)
         super().__init__(layers=[self._layer(uses, num_tokens) for uses in layers.layers])
 
@@ -105,10 +115,18 @@ class PooledCache(Cache):
                 return DummyLayer()  # type: ignore[no-untyped-call]
             return PooledStateLayer(self._rows(uses.state), num_tokens > 0)
         kv = (self._kv, uses.kv, self._pool.k[uses.kv], self._pool.v[uses.kv], num_tokens)
+        if (index := self._pool.index[uses.kv]).numel():
+            return PooledIndexedLayer(*kv, index, self._positions_of(num_tokens))
         if uses.state is None:
             return PooledLayer(*kv, uses.window)
         rows = self._rows(uses.state)
         return PooledHybridLayer(*kv, rows) if uses.window is None else PooledHybridWindowLayer(*kv, uses.window, rows)
+
+    def _positions_of(self, num_tokens: int) -> torch.Tensor | None:
+        """Return the position ids that an indexed layer keeps, of the tokens in the pool; None: there are none."""
+        if num_tokens and self._positions is None:
+            self._positions = text_positions(num_tokens, self._kv.full.ids.device)
+        return self._positions
 
     def _rows(self, layer: int) -> StateRows:
         """Return views of the lease's row of each state tensor."""

@@ -1,4 +1,4 @@
-"""The layers of a `PooledCache`: KV in slots, KV of a window in slots, a state in a row, KV and a state, or nothing."""
+"""The layers of a `PooledCache`: KV in slots, of all tokens or of a window, index keys, a state, or nothing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from raydix.actors.huggingface.layer_mapping import StateTensor
 
 StateRows = Sequence[tuple[StateTensor, torch.Tensor]]
 """The rows of a sequence in the tensors of a layer's state, `[1, *shape]` each, in the state's own dtype."""
+
+
+_POSITION_DIMS = 3  # time, height and width
 
 
 class PooledSlots:
@@ -51,7 +54,7 @@ class PooledKV:
     window: PooledSlots | None
 
     def __init__(self, write: Callable[..., None], device: torch.device) -> None:
-        self.write = write  # layer, slots, k, v
+        self.write = write  # layer, slots, k, v, index
         self._device = device
 
     def point(self, slots: torch.Tensor, swa_slots: torch.Tensor | None) -> None:
@@ -132,17 +135,22 @@ class PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 gone. Nothing was written.
         """
         batch_size, _, num_new, _ = key_states.shape
-        first, start, stop = self._first, self._num_tokens, self._num_tokens + num_new
-        slots = self._slots
-        if batch_size != 1 or stop > len(slots.ids):
-            raise ValueError(f"{batch_size} sequences, {stop} tokens: there are slots for 1, {len(slots.ids)}")
-        if first < slots.live_from:
-            raise ValueError(f"token {first} is attended to, but the KV of those before {slots.live_from} is gone")
+        slots, first, start = self._slots, self._first, self._num_tokens
+        stop = self._checked_stop(slots, first, batch_size, num_new)
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
         self._kv.write(self._layer, slots.ids[start:stop], k, v)
         self._num_tokens = stop
         rows = slots.rows(self._k.shape[1], first, stop)
         return _gather(self._k, rows), _gather(self._v, rows)
+
+    def _checked_stop(self, slots: PooledSlots, first: int, batch_size: int, num_new: int) -> int:
+        """Return the number of tokens after an update, which must fit the slots."""
+        stop = self._num_tokens + num_new
+        if batch_size != 1 or stop > len(slots.ids):
+            raise ValueError(f"{batch_size} sequences, {stop} tokens: there are slots for 1, {len(slots.ids)}")
+        if first < slots.live_from:
+            raise ValueError(f"token {first} is attended to, but the KV of those before {slots.live_from} is gone")
+        return stop
 
     def get_seq_length(self) -> int:
         """Return the number of tokens so far."""
@@ -156,6 +164,86 @@ class PooledLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_max_length(self) -> int:
         """Return -1: the lease sets the capacity."""
         return -1
+
+
+class PooledIndexedLayer(PooledLayer):  # type: ignore[no-untyped-call]
+    """Attention over chosen tokens, which an indexer finds by a key of each token.
+
+        update(K, V)         ─┐
+        update_indexer(keys) ─┴─> the second of the two calls writes K, V and keys together, whichever comes first
+
+    Each call returns the rows of all tokens, the new ones included.
+
+    Args:
+        index: index keys of the layer, `[slots, index_dim]`; others as for `PooledLayer`.
+        positions: the position ids of the tokens in the pool, `[3, 1, num_tokens]`, which the first indexed layer of
+            some models keeps; None: there are no tokens.
+    """
+
+    def __init__(
+        self,
+        kv: PooledKV,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        num_tokens: int,
+        index: torch.Tensor,
+        positions: torch.Tensor | None,
+    ) -> None:
+        super().__init__(kv, layer, k, v, num_tokens)
+        self._index = index
+        self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None  # `[n, num_kv_heads, dim]` each
+        self._new_keys: torch.Tensor | None = None  # `[n, index_dim]`
+        self.indexer_position_ids = positions
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the KV of new tokens, `[1, num_kv_heads, n, dim]` each; return the KV of all tokens, in order.
+
+        Raises:
+            ValueError: the batch is larger than 1, there are more tokens than slots, or the tokens before have no index
+                keys. Nothing was written.
+        """
+        if self._new_kv is not None:
+            raise ValueError(
+                f"layer {self._layer} of the pool has index keys, but the model kept none of the last tokens"
+            )
+        batch_size, _, num_new, _ = key_states.shape
+        slots, start = self._slots, self._num_tokens
+        stop = self._checked_stop(slots, 0, batch_size, num_new)
+        rows = slots.rows(self._k.shape[1], 0, stop)
+        k, v = _gather(self._k, rows), _gather(self._v, rows)
+        k[:, :, start:], v[:, :, start:] = key_states, value_states
+        self._new_kv = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        self._num_tokens = stop
+        self._write_new()
+        return k, v
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Take the index keys of new tokens, `[1, n, dim]`; return the keys of all tokens, in order, in their dtype.
+
+        Raises:
+            ValueError: the batch is larger than 1, or there are more tokens than slots. Nothing was written.
+        """
+        batch_size, num_new, _ = indexer_key_states.shape
+        slots, stop = self._slots, self._num_tokens
+        if self._new_kv is None:
+            stop = self._checked_stop(slots, 0, batch_size, num_new)
+        self._new_keys = indexer_key_states[0].contiguous().view(self._index.dtype)
+        keys = self._index.index_select(0, slots.ids[:stop])
+        keys[stop - num_new :] = self._new_keys
+        self._write_new()
+        return keys.view(indexer_key_states.dtype).unsqueeze(0)
+
+    def _write_new(self) -> None:
+        """Write the new rows of all arrays of the layer, if all have come."""
+        if self._new_kv is None or self._new_keys is None:
+            return
+        k, v = self._new_kv
+        ids = self._slots.ids[self._num_tokens - len(k) : self._num_tokens]
+        self._kv.write(self._layer, ids, k, v, self._new_keys)
+        self._new_kv = self._new_keys = None
 
 
 class PooledStateLayer(LinearAttentionLayer):
@@ -201,6 +289,14 @@ class PooledHybridWindowLayer(PooledLayer, LinearAttentionAndSlidingWindowAttent
         LinearAttentionAndSlidingWindowAttentionLayer.__init__(self, window, _num_states(rows))
         self._place_kv(kv, layer, k, v, num_tokens, window)
         _place_state(self, rows, num_tokens > 0)
+
+
+def text_positions(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return position ids of leading tokens, `[3, 1, num_tokens]`, as an indexed layer of transformers keeps them.
+
+    They are of text alone, 0, 1, 2, ... in each dimension, so no pool keeps them.
+    """
+    return torch.arange(num_tokens, device=device).expand(_POSITION_DIMS, 1, -1)
 
 
 def _num_states(rows: StateRows) -> int:

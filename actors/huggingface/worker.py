@@ -3,8 +3,9 @@
     acquire ──> prefill the rest ──> publish the prompt ──> decode greedily ──> publish, release
     (prefix: locked; rest: private)  (later requests hit it)
 
-It serves models with full attention, with sliding windows (Mistral, Gemma 3) and with recurrent states (Falcon-H1,
-Qwen3-Next). `cache_config_for` returns the configuration of a cache that serves a model.
+It serves models with full attention, with sliding windows (Mistral, Gemma 3), with recurrent states (Falcon-H1,
+Qwen3-Next) and with index keys of sparse attention (DeepSeek V3.2). `cache_config_for` returns the configuration of a
+cache that serves a model.
 
 The worker is a plain class with async methods, for a Ray actor or for direct use.
 
@@ -333,7 +334,8 @@ class TransformersWorker(WatchedActor):
                 )
             if not needed.is_uniform:
                 raise InvalidRequest(
-                    "this model's layers differ in the shape of their KV: they need a mapped pool on the model's device"
+                    "this model's layers differ in the shape of their KV or in index keys: they need a mapped pool on "
+                    "the model's device"
                 )
         await self._binding.prepare()
         return pool

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers", "5.23", reason="needs transformers 5.23")
+from support.models.model_zoo import tiny_config
 from support.models.tiny_llama import random_prompt
 from support.models.tiny_models import BAMBA, FALCON_H1, GEMMA_3, QWEN3_NEXT
 from support.waiting import wait_until
@@ -55,9 +56,14 @@ async def test_answers_do_not_depend_on_the_cache() -> None:
     assert len({tuple(each) for each in tokens_of(alone)}) > 1
 
 
-@pytest.mark.parametrize("config", [GEMMA_3, FALCON_H1, BAMBA, QWEN3_NEXT], ids=lambda config: config.model_type)
-async def test_windows_and_states_are_kept_on_the_card(config: PreTrainedConfig) -> None:
-    states = {} if config is GEMMA_3 else {"num_state_slots": 64}
+DEEPSEEK = tiny_config("deepseek_v32")
+
+
+@pytest.mark.parametrize(
+    "config", [GEMMA_3, FALCON_H1, BAMBA, QWEN3_NEXT, DEEPSEEK], ids=lambda config: config.model_type
+)
+async def test_windows_states_and_index_keys_are_kept_on_the_card(config: PreTrainedConfig) -> None:
+    states = {} if config in (GEMMA_3, DEEPSEEK) else {"num_state_slots": 64}
     pool = cache_config_for(deepcopy(config), 1024, device="cuda", page_size=4, **states)
     async with (
         LocalPrefixCache(pool) as cache,

@@ -30,6 +30,9 @@ QUICKEST = ["llama, YaRN", "gemma4_text, shared KV", "falcon_h1", "xlstm", "bart
 """One model of each kind of cache, one without, and a refused one."""
 
 MUST_BE_SERVED = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), "radix"),
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), "radix + window"),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "mamba"),
     "bamba": "mamba",
     "gemma3n_text": "radix + window",
     "gemma4": "radix + window",
@@ -109,6 +112,12 @@ def test_the_table_has_every_type_of_the_installed_transformers(table: dict[str,
 
 def test_a_model_that_can_be_served_is_not_refused(table: dict[str, Row]) -> None:
     assert {name: table[name].cache for name in MUST_BE_SERVED} == MUST_BE_SERVED
+
+
+@pytest.mark.parametrize("name", [name for name, kind in MUST_BE_SERVED.items() if kind != "without a cache"])
+def test_a_model_with_a_cache_is_within_its_bound_and_bit_for_bit_in_bfloat16(name: str, table: dict[str, Row]) -> None:
+    assert float(table[name].float32) <= TOLERANCE
+    assert table[name].bfloat16 == "same bits"
 
 
 def test_only_models_that_no_worker_can_serve_are_refused(table: dict[str, Row]) -> None:

@@ -81,6 +81,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_hidden_layers": 3},
     ),
+    "glm_moe_dsa, shared indexers": (
+        "glm_moe_dsa",
+        {
+            "num_hidden_layers": 3,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
     "falcon, ALiBi": ("falcon", {"alibi": True}),
     "falcon, grouped queries": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gpt_bigcode, all heads": ("gpt_bigcode", {"multi_query": False}),

@@ -19,6 +19,10 @@ QUICK = (
     "nemotron_h, M-*E",
     "lfm3",
     "zaya, windows",
+    # index keys, with windows and with states
+    "glm_moe_dsa, shared indexers",
+    "dots3_note_text",
+    "qwen4_exp_text",
     # served without a cache
     "mamba",
     "xlstm",

@@ -8,15 +8,18 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.models.model_variants import config_named
+from support.models.model_zoo import tiny_config
 from support.models.tiny_llama import LLAMA, continuation, random_llama, random_prompt
 from support.models.tiny_models import FALCON_H1, GEMMA_3, MISTRAL, QWEN3_NEXT, WINDOW, random_model
 from support.models.tiny_models import continuation as continuation_of
 from support.more import more
 from support.processes.fresh_process import run_fresh
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, DynamicCache, LlamaForCausalLM, PreTrainedConfig, cache_utils
 
 from raydix.actors.huggingface.copied_cache import CopiedCache
 from raydix.actors.huggingface.layer_mapping import KVShape, ModelLayers, PoolLayers, StateTensor
@@ -24,10 +27,11 @@ from raydix.actors.huggingface.measure import measure
 from raydix.actors.huggingface.model_config import cache_config_for, pool_config_for
 from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.actors.huggingface.pooled_cache import PooledCache
+from raydix.actors.huggingface.pooled_layers import PooledIndexedLayer, PooledKV
 from raydix.actors.transport.pool_shapes import layout_of
 from raydix.cache_core import KVPool
 from raydix.cache_core.pool.pool_layout import PoolLayout
-from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest
+from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig
 
 NUM_ROWS = 64
 CPU = torch.device("cpu")
@@ -295,6 +299,210 @@ def pool_for(config: CacheConfig) -> KVPool:
     return KVPool(layout_of(config))
 
 
+# ---------------------------------------------------------------- index keys
+
+NUM_TOKENS = 28  # more than twice as many as an indexer chooses
+DEEPSEEK, DOTS, QWEN_4 = "deepseek_v32", "dots3_note_text", "qwen4_exp_text"
+ALL_INDEXED = {"layer_types": ["indexed_attention"] * 2, "num_hidden_layers": 2}
+
+
+def indexed_config(model_type: str, **options: Any) -> PreTrainedConfig:
+    """A tiny model with an indexer: of Qwen 4, keys come before K and V; of dots.note, they are float32."""
+    given = tiny_config(model_type).to_dict() | options
+    dropped = ("model_type", "per_layer_config") if options else ("model_type",)
+    return AutoConfig.for_model(model_type, **{name: value for name, value in given.items() if name not in dropped})
+
+
+def indexed_pool(config: PreTrainedConfig, dtype: torch.dtype) -> KVPool:
+    """The pool of such a model, with room for 48 tokens and 3 states."""
+    layers = ModelLayers.of(config)
+    kept = measure(config, layers, dtype)
+    fields = PoolShape.of_model(layers, kept.kv, kept.states, dtype).pool_fields()
+    states = 3 if layers.has_states else 0
+    pool = PoolConfig(num_slots=48, num_state_slots=states, device="cpu", **fields)
+    kind = "mamba" if states else "radix"
+    return pool_for(CacheConfig(kind=kind, sliding_window_size=layers.window, pool=pool))
+
+
+class IndexedRun:
+    """A tiny model with an indexer, and the caches of one sequence in its pool."""
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        self.model = random_model(config).to(dtype)
+        self.layers = ModelLayers.of(config)
+        self.states = measure(config, self.layers, dtype).states
+        self.pool = indexed_pool(config, dtype)
+        self.slots, self.swa_slots = 1 + torch.randperm(48)[:40], 1 + torch.randperm(48)[:40]
+
+    def cache(self, num_tokens: int) -> PooledCache:
+        return PooledCache(
+            self.pool,
+            self.slots,
+            num_tokens,
+            swa_slots=None if self.layers.window is None else self.swa_slots,
+            state_slot=1 if self.states else None,
+            layers=self.layers,
+            states=self.states,
+        )
+
+    def logits(self, prompt: list[int], cut: int, generated: list[int]) -> torch.Tensor:
+        """The logits after a prefix in the pool."""
+        cache = self.cache(cut)
+        parts = [run(self.model, prompt[cut:], cache)]
+        return torch.cat(parts + [run(self.model, [token], cache) for token in generated[:-1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *more(torch.float32)], ids=str)
+@pytest.mark.parametrize("model_type", [DEEPSEEK, DOTS, QWEN_4])
+def test_index_keys_in_the_pool_give_the_logits_of_a_dynamic_cache_cut_there(
+    model_type: str, dtype: torch.dtype
+) -> None:
+    indexed, prompt, cut = IndexedRun(indexed_config(model_type), dtype), random_prompt(NUM_TOKENS), 17
+    expected, generated = continuation_of(indexed.model, prompt, [cut], num_new=6)
+
+    run(indexed.model, prompt[:cut], indexed.cache(0))
+
+    assert torch.equal(indexed.logits(prompt, cut, generated), expected)
+
+
+def test_the_comparison_notices_one_wrong_index_key() -> None:
+    indexed, prompt, cut = IndexedRun(indexed_config(DEEPSEEK), torch.float32), random_prompt(NUM_TOKENS), 17
+    expected, generated = continuation_of(indexed.model, prompt, [cut], num_new=1)
+    run(indexed.model, prompt[:cut], indexed.cache(0))
+    for token in range(cut):
+        indexed.pool.index[1][indexed.slots[token]] *= -1
+
+    assert not torch.equal(indexed.logits(prompt, cut, generated), expected)
+
+
+def indexed_layer(num_tokens: int = 0) -> tuple[KVPool, PooledIndexedLayer]:
+    pool = KVPool(PoolLayout(15, 1, 1, 2, 8, 4, torch.float32, index_dims=(6,)))
+    kv = PooledKV(pool.write, CPU)
+    kv.point(torch.randperm(16)[:12], None)
+    return pool, PooledIndexedLayer(kv, 0, pool.k[0], pool.v[0], num_tokens, pool.index[0], None)
+
+
+@pytest.mark.parametrize("keys_first", [True, False])
+def test_index_keys_are_written_with_kv_whichever_comes_first(keys_first: bool) -> None:
+    pool, ours = indexed_layer()
+    own = cache_utils.DynamicIndexedLayer()
+    num_tokens = 0
+    for num_new in (5, 1, 3):
+        kv = torch.randn(1, 2, num_new, 8), torch.randn(1, 2, num_new, 4)
+        keys, before = torch.randn(1, num_new, 6), pool.storage.clone()
+        for of_keys in (keys_first, not keys_first):
+            assert torch.equal(pool.storage, before)
+            found, expected = ((layer.update_indexer(keys),) if of_keys else layer.update(*kv) for layer in (ours, own))
+            assert all(torch.equal(rows, others) for rows, others in zip(found, expected, strict=True))
+            assert all(rows.is_contiguous() for rows in found)
+        num_tokens += num_new
+        ids = ours._kv.full.ids[:num_tokens]
+        assert ours.get_seq_length() == num_tokens
+        assert torch.equal(pool.index[0][ids], own.indexer_keys[0])
+        assert torch.equal(pool.k[0][ids].transpose(0, 1), own.keys[0])
+        assert torch.equal(pool.v[0][ids].transpose(0, 1), own.values[0])
+
+
+def test_a_layer_that_gets_no_index_keys_refuses_the_next_tokens() -> None:
+    pool, layer = indexed_layer()
+    k, v = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 4)
+    layer.update(k, v)
+
+    with pytest.raises(ValueError, match="has index keys, but the model kept none of the last tokens"):
+        layer.update(k, v)
+
+    assert not pool.storage.any()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 6), (1, 13, 6)])
+def test_index_keys_of_a_batch_or_of_more_tokens_than_slots_are_refused(shape: tuple[int, ...]) -> None:
+    pool, layer = indexed_layer()
+
+    with pytest.raises(ValueError, match="there are slots for 1, 12"):
+        layer.update_indexer(torch.ones(shape))
+
+    assert not pool.storage.any()
+
+
+COPIED = {
+    "deepseek": (indexed_config(DEEPSEEK), torch.float32),
+    "float32 keys": (indexed_config(DOTS, **ALL_INDEXED, mlp_layer_types=["dense"] * 2), torch.bfloat16),
+    "positions": (indexed_config(QWEN_4, **ALL_INDEXED), torch.float32),
+}
+
+
+@pytest.mark.parametrize(("config", "dtype"), COPIED.values(), ids=COPIED)
+def test_a_copied_cache_gives_back_index_keys_once_and_bit_for_bit(
+    config: PreTrainedConfig, dtype: torch.dtype
+) -> None:
+    indexed, prompt = IndexedRun(config, dtype), random_prompt(24)
+    parts = [prompt[:10], prompt[10:16], prompt[16:]]
+    pooled = indexed.cache(0)
+    expected = [run(indexed.model, part, pooled) for part in parts]
+
+    copied = CopiedCache(config, CPU)
+    run(indexed.model, parts[0], copied)
+    first = copied.take_computed()
+    resumed = CopiedCache(config, CPU, *first)  # in another process
+    found = [run(indexed.model, part, resumed) for part in parts[1:]]
+    second = resumed.take_computed()
+
+    assert all(torch.equal(mine, pools) for mine, pools in zip(found, expected[1:], strict=True))
+    together = [torch.cat(part, 1) for part in zip(first, second, strict=True)]
+    held = indexed.pool.read_all(indexed.slots[:24])
+    assert [
+        array.view(torch.uint8).equal(other.view(torch.uint8)) for array, other in zip(together, held, strict=True)
+    ] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "fields"),
+    [
+        (indexed_config(DEEPSEEK), torch.float32, (16, None)),
+        (config_named("glm_moe_dsa, shared indexers"), torch.bfloat16, (16, (0, 2))),
+        (indexed_config(DOTS), torch.bfloat16, (32, None)),  # float32, in two elements each
+        (indexed_config(QWEN_4), torch.float32, (8, None)),
+        (LLAMA, torch.float32, (0, None)),
+    ],
+    ids=["deepseek", "shared", "dots", "qwen", "llama"],
+)
+def test_the_index_keys_of_a_pool_are_measured(
+    config: PreTrainedConfig, dtype: torch.dtype, fields: tuple[int, tuple[int, ...] | None]
+) -> None:
+    layers = ModelLayers.of(config)
+    kept = measure(config, layers, dtype)
+    shape = PoolShape.of_model(layers, kept.kv, kept.states, dtype)
+    pool = PoolConfig(num_slots=8, num_state_slots=2 if layers.has_states else 0, **shape.pool_fields())
+
+    assert (pool.index_head_dim, pool.index_layers) == fields
+    assert PoolShape.of_pool(pool) == shape
+    assert shape.is_uniform == (config.model_type in (DEEPSEEK, QWEN_4, "llama"))
+    assert ("with index keys of" in str(shape)) == (fields[0] > 0)
+
+
+def test_a_pool_without_a_models_index_keys_is_named_as_unlike() -> None:
+    needed = PoolShape(("full",) * 3, (KVShape(1, 8, 8, 6), KVShape(1, 8, 8), KVShape(1, 8, 8, 6)), "float32")
+    held = PoolShape(("full",) * 3, (KVShape(1, 8, 8),) * 3, "float32")
+
+    assert needed != held
+    assert needed.fields_unlike(held) == "index_head_dim=6, index_layers=(0, 2)"
+    assert held.fields_unlike(needed) == "index_head_dim=0, index_layers=None"
+    assert not needed.is_uniform
+
+
+def test_index_keys_that_one_pool_cannot_hold_are_refused() -> None:
+    layers, shapes = ModelLayers.full(2), (KVShape(1, 8, 8, 6), KVShape(1, 8, 8, 4))
+    cache = DynamicCache()
+    cache.layers = [cache_utils.DynamicIndexedLayer()]
+    cache.update(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8), 0)
+    cache.update_indexer(torch.ones(1, 1, 6).half(), 0)
+
+    with pytest.raises(ConfigMismatch, match=r"index keys of this model's layers differ in width: \[4, 6\]"):
+        PoolShape.of_model(layers, shapes, (), torch.float32)
+    with pytest.raises(ConfigMismatch, match=r"an index key in torch.float16 does not fit into a pool of torch.float"):
+        ModelLayers.full(1).kv_in(cache)
+
+
 # ---------------------------------------------------------------- configurations
 
 
@@ -353,7 +561,6 @@ def test_a_number_that_is_missing_or_for_another_kind_of_model_is_refused(
     ("model_type", "message"),
     [
         ("mamba", "keeps no KV"),
-        ("glm_moe_dsa", "layer 0 of this glm_moe_dsa model keeps a DynamicIndexedLayer"),
         ("recurrent_gemma", "keeps its recurrent states outside the layers of its cache"),
         ("openai-gpt", "keep no KV in the cache of transformers"),
     ],
@@ -361,6 +568,16 @@ def test_a_number_that_is_missing_or_for_another_kind_of_model_is_refused(
 def test_a_model_that_keeps_what_no_cache_has_a_place_for_is_refused(model_type: str, message: str) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         pool_config_for({"model_type": model_type}, 64, num_state_slots=4)
+
+
+def test_a_layer_of_an_unknown_kind_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CompressedLayer(cache_utils.DynamicLayer):
+        """A layer that a later transformers may have."""
+
+    monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "full_attention", CompressedLayer)
+
+    with pytest.raises(ConfigMismatch, match="layer 0 of this llama model keeps a CompressedLayer: a cache serves"):
+        ModelLayers.of(LLAMA)
 
 
 def test_a_pool_is_configured_from_a_model_without_counting() -> None:
