@@ -154,7 +154,7 @@ async def answer(asked: Awaitable[Any]) -> tuple[type[Any], str]:
     try:
         given = await asked
     except CacheError as refused:
-        return type(refused), re.sub(r"\d[\d,]*\b", "n", str(refused))
+        return type(refused), re.sub(r"\d[\d,.]*\b", "n", str(refused))
     return type(given), str(given)
 
 
