@@ -15,9 +15,11 @@ _WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 
 def check_shapes(slots: torch.Tensor, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Raise ValueError unless in each pair the first tensor is `[len(slots), *rest]`, for a second of `[n, *rest]`."""
+    num_slots = len(slots)
     for given, rows in pairs:
-        if given.shape != (len(slots), *rows.shape[1:]):
-            raise ValueError(f"{len(slots)} slots need {[len(slots), *rows.shape[1:]]}, not {list(given.shape)}")
+        needed, found = (num_slots, *rows.shape[1:]), given.shape
+        if found != needed:
+            raise ValueError(f"{num_slots} slots need {list(needed)}, not {list(found)}")
 
 
 def check_out(out: torch.Tensor, rows: torch.Tensor) -> None:
