@@ -126,16 +126,32 @@ class CacheStats(PydanticMessage):
     evictable_slots: int = Field(description="of tree_slots, those that no lease has locked")
     protected_slots: int = Field(description="of tree_slots, those a lease has locked")
     open_leases: int
+    oldest_lease_s: float = Field(
+        default=0.0, description="seconds since the oldest open lease was granted; 0: none is"
+    )
     owners: tuple[LeaseOwner, ...] = Field(
         description="those that hold most slots by their leases, the largest first; at most 32"
     )
     open_sessions: int
+    silent_sessions: int = Field(
+        default=0,
+        description="clients that sent nothing for more than half of session_ttl_s, until they come back or no longer "
+        "withhold slots",
+    )
     bindings: int = Field(default=0, description="`lora_id`s, the base model included, with a model bound to them")
     model_fingerprint: str = Field(
         default="", description="`str()` of the base model's ModelFingerprint; empty: none is bound"
     )
     weights: str | None = Field(default=None, description="the label of the base model's weights; None: none yet")
     waiters: int
+    oldest_waiter_s: float = Field(
+        default=0.0, description="seconds that the longest of the waiting requests has waited so far; 0: none waits"
+    )
+    stale_readers: int = Field(
+        default=0,
+        description="readers of events, such as routers, that lack events of more than ten seconds ago; a reader that "
+        "has not asked for ten minutes has stopped, and is not counted",
+    )
     expired_sessions: int = Field(description="clients that sent nothing for too long")
     dead_sessions: int = Field(description="clients that were not closed before their process or owner ended")
     acquires: int = Field(description="requests granted by acquire or lock, a lease each; not the resumed ones")

@@ -180,9 +180,9 @@ def _recent_rate(stats: CacheStats, before: CacheStats) -> str:
 
 def _add_holders(table: Table, stats: CacheStats) -> None:
     """Add leases by owner, and slots by tenant."""
-    oldest = max((owner.oldest_s for owner in stats.owners), default=None)
-    age = "" if oldest is None else f", the oldest {short_time(oldest)} old"
-    table.add_row("leases", f"{stats.open_leases:,} open{age}; {_waiting(stats.waiters)}")
+    age = f", the oldest {short_time(stats.oldest_lease_s)} old" if stats.open_leases else ""
+    longest = f", the longest for {short_time(stats.oldest_waiter_s)}" if stats.waiters else ""
+    table.add_row("leases", f"{stats.open_leases:,} open{age}; {_waiting(stats.waiters)}{longest}")
     if stats.owners:
         table.add_row("", "by owner, shared prefixes counted once, for the oldest lease:")
     for owner in stats.owners[:_MOST_OWNERS]:
@@ -206,7 +206,10 @@ def _waiting(waiters: int) -> str:
 def _add_health(table: Table, now: Snapshot) -> None:
     stats, task = now.stats, now.stats.eviction_task
     gone = f"{stats.dead_sessions:,} ended with their process, {stats.expired_sessions:,} fell silent"
-    table.add_row("sessions", f"{stats.open_sessions:,} open; {gone}")
+    silent = f", {stats.silent_sessions:,} silent now" if stats.silent_sessions else ""
+    table.add_row("sessions", f"{stats.open_sessions:,} open; {gone}{silent}")
+    if stats.stale_readers:
+        table.add_row("events", f"{counted(stats.stale_readers, 'reader')} more than ten seconds behind")
     if stats.weights is not None:
         table.add_row("weights", shown(stats.weights) or "(no name)")
     if not task.enabled:

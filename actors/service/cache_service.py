@@ -46,6 +46,7 @@ from raydix.actors.observe.loop_lag import LoopLag
 from raydix.actors.observe.recordings import Recordings
 from raydix.actors.service.core_factory import build_core
 from raydix.actors.service.event_feed import EventFeed
+from raydix.actors.service.event_readers import EventReaders
 from raydix.actors.service.eviction_task import EvictionTask
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.service.request_handlers import NO_EVENTS, Answer, RequestHandlers
@@ -138,6 +139,7 @@ class CacheService:
         self._admission = Admission(self.core, self.wait_queue, self._owners, self.bindings, timeout_s)
         self._deadlocks = Deadlocks(self.core, self.wait_queue, self._admission)
         self.feed: EventFeed | None = None
+        self._readers = EventReaders(clock)
         if config.events == "slim":
             self.feed = EventFeed(epoch, config.page_size, None, config.stride_tokens, config.bigram, self._load)
             self.core.publish_slim_events_to(self.feed, config.stride_tokens // config.page_size)
@@ -217,6 +219,7 @@ class CacheService:
     def _after_session(self, session_id: str) -> None:
         """Wake the reader of events of a session that has ended, and serve the queue."""
         self.bindings.forget(session_id)
+        self._readers.forget(session_id)
         if self.feed is not None:
             self.feed.wake()
         self._serve_queue()
@@ -403,7 +406,11 @@ class CacheService:
         self.session(checked_message(NextEvents, request).session_id, request.epoch)
         if self.feed is None:
             raise InvalidRequest(NO_EVENTS)
-        return await self.feed.next_batch(request.after_seq, request.timeout_s)
+        self._readers.ask(request.session_id, request.after_seq, self.feed.seq)
+        try:
+            return await self.feed.next_batch(request.after_seq, request.timeout_s)
+        finally:
+            self._readers.answer(request.session_id)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Time evictions and the history by this clock, in seconds, such as a trace's; call it before any request."""
@@ -426,10 +433,13 @@ class CacheService:
             findings=self.findings,
             owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
+            silent_sessions=self.sessions.num_silent(),
             bindings=len(self.bindings),
             model_fingerprint="" if self.bindings.base is None else str(self.bindings.base),
             weights=self.bindings.weights.label,
             waiters=len(self.wait_queue),
+            oldest_waiter_s=self.wait_queue.oldest_s,
+            stale_readers=0 if self.feed is None else self._readers.num_stale(self.feed.seq),
             expired_sessions=self.reaper.num_expired,
             dead_sessions=self.reaper.num_dead,
             exhausted=self._admission.num_exhausted,

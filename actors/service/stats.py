@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
         "evictable_slots": core.evictable_size(),
         "protected_slots": core.protected_size(),
         "open_leases": len(core.leases),
+        "oldest_lease_s": 0.0 if (since := core.leases.oldest_since) is None else time.monotonic() - since,
         "acquires": counters.acquires,
         "hits": counters.hits,
         "tokens_requested": counters.tokens_requested,

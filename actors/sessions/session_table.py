@@ -140,6 +140,16 @@ class SessionTable:
             if gone_at <= now or (session.is_dead if session.life is None else session.life.has_ended())
         ]
 
+    def num_silent(self) -> int:
+        """Return the sessions that were silent for more than half of their time to live, expired ones included.
+
+        Expired ones are counted until they are gone. O(sessions).
+        """
+        due = self._clock() + self._ttl_s / 2
+        is_silent = [session.deadline < due for session in self._open.values()]
+        has_expired = [not session.is_dead for session, _ in self._vanished.values()]
+        return sum(is_silent) + sum(has_expired)
+
     def put_off(self, seconds: float) -> None:
         """Move all deadlines: the cache itself stood still for so long."""
         for session in self._open.values():

@@ -80,6 +80,11 @@ class WaitQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
+    @property
+    def oldest_s(self) -> float:
+        """The seconds that the longest of the queued requests has waited so far; 0: none is queued. O(queue)."""
+        return max((self._clock() - waiter.joined_at for waiter in self._queue), default=0.0)
+
     def num_tokens(self) -> int:
         """Return the tokens that the queued requests ask for. O(queue)."""
         return sum([waiter.position.num_tokens for waiter in self._queue])

@@ -298,6 +298,11 @@ class LeaseTable:
         """Count the growth of a lease in `num_changes`."""
         self.num_changes += 1
 
+    @property
+    def oldest_since(self) -> float | None:
+        """The time at which the oldest open lease began, in seconds of `monotonic`; None: no lease is open."""
+        return next(iter(self._leases.values())).since if self._leases else None
+
     def _leave_session(self, lease: LeaseRecord) -> None:
         mine = self._by_session[lease.session_id]
         del mine[lease.lease_id]

@@ -147,6 +147,21 @@ async def test_the_age_is_that_of_the_oldest_lease() -> None:
         assert 5000 <= owner.oldest_s < 5100
 
 
+async def test_the_oldest_lease_is_the_first_that_has_not_ended() -> None:
+    async with LocalPrefixCache(small_config()) as cache:
+        assert (await cache.stats()).oldest_lease_s == 0
+        leases = [await cache.acquire([number]) for number in range(3)]
+        for record, age_s in zip(cache._host.service.core.leases, (5000, 300, 20), strict=True):
+            record.since -= age_s
+
+        assert 5000 <= (await cache.stats()).oldest_lease_s < 5100
+        await leases[0].release()
+        assert 300 <= (await cache.stats()).oldest_lease_s < 400
+        for lease in leases[1:]:
+            await lease.release()
+        assert (await cache.stats()).oldest_lease_s == 0
+
+
 @pytest.mark.parametrize("owner", ["job-\udc80", "x" * 257])
 async def test_a_name_that_cannot_be_shown_is_refused(owner: str) -> None:
     async with LocalPrefixCache(small_config()) as cache:

@@ -54,6 +54,36 @@ async def test_a_session_silent_for_its_time_to_live_expires(scene: Scene) -> No
     assert scene.counts == (6, 0, 2)
 
 
+async def test_a_session_is_silent_from_half_of_its_time_to_live_until_it_comes_back_or_is_gone(scene: Scene) -> None:
+    scene.open("t")
+    scene.acquire("s", "l")
+
+    def num_silent(after_s: float) -> int:
+        scene.wait(after_s)
+        scene.service.session("t", "e")
+        return scene.service.stats().silent_sessions
+
+    assert num_silent(TTL_S / 2) == 0
+    assert num_silent(0.1) == 1
+    scene.service.session("s", "e")
+    assert num_silent(0) == 0
+    assert num_silent(TTL_S / 2 + 0.1) == 1
+    assert num_silent(TTL_S / 2 - 0.1) == 1
+    assert scene.service.stats().open_sessions == 1
+    for _ in range(int(GRACE_S) - 1):
+        assert num_silent(1) == 1
+    assert num_silent(1) == 0
+
+
+async def test_a_session_that_died_is_not_silent(scene: Scene) -> None:
+    scene.acquire("s", "l")
+
+    scene.service.reaper.owner_unavailable("s", is_dead=True)
+
+    stats = scene.service.stats()
+    assert (stats.dead_sessions, stats.silent_sessions) == (1, 0)
+
+
 @pytest.mark.parametrize("beat", ["heartbeat", "batch", "open again"])
 async def test_whatever_a_client_says_is_a_sign_of_life(scene: Scene, beat: str) -> None:
     for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.processes.fake_clock import Clock
 
 from raydix.actors.sessions.wait_queue import Position, WaitQueue
 from raydix.cache_core import OutOfSlotsError
@@ -15,7 +16,8 @@ class Crowd:
     """A queue, and how much room there is for its requests."""
 
     def __init__(self) -> None:
-        self.queue = WaitQueue(8)
+        self.clock = Clock(100.0)
+        self.queue = WaitQueue(8, self.clock)
         self.room = 0
 
     def join(self, session_id: str, lease_id: str, urgent: bool = False) -> tuple[int, int]:
@@ -74,3 +76,18 @@ async def test_an_outcome_is_kept_until_it_is_collected_or_given_up() -> None:
     assert len(crowd.queue) == 1
     crowd.queue.withdraw("s", "a")
     assert crowd.nothing_is_kept()
+
+
+async def test_the_oldest_request_need_not_be_the_first_in_the_queue() -> None:
+    crowd = Crowd()
+    assert crowd.queue.oldest_s == 0
+    crowd.join("s", "a")
+    crowd.clock.now += 5
+    crowd.join("s", "b", urgent=True)
+    crowd.clock.now += 2
+
+    assert crowd.queue.oldest_s == 7
+    crowd.queue.withdraw("s", "a")
+    assert crowd.queue.oldest_s == 2
+    crowd.queue.withdraw("s")
+    assert crowd.queue.oldest_s == 0
