@@ -90,6 +90,10 @@ class PrefixCacheActor:
         if config.json_logs:
             log_as_json(cache=_own_name(), epoch=self._host.service.epoch)
         self._metrics = self._make_metrics(config)
+        # No client may call after a restart, and the cache must not look like one that is gone. Ray calls this method
+        # on the actor's loop.
+        if self._metrics is not None:
+            self._metrics.start()
         gc.collect()
         gc.freeze()  # modules and tables stay: collections need not visit them
         self._host.log_start()
@@ -122,7 +126,6 @@ class PrefixCacheActor:
         """
         check_handshake(row, "client")
         self._host.service.check_taking()
-        self._start_metrics()
         return self._host.service.config.digest()
 
     async def open_session(
@@ -142,15 +145,9 @@ class PrefixCacheActor:
             check_watchable(owner)
         address = await self._socket_server.address()
         response = self._host.service.open_session(request)
-        # Metrics start with the first session, too: no caller asks for the digest after a restart.
-        self._start_metrics()
         if owner is not None:
             self._watch.watch(owner, request.session_id)
         return response.model_copy(update={"socket_address": address})
-
-    def _start_metrics(self) -> None:
-        if self._metrics is not None:
-            self._metrics.start()
 
     async def close_session(self, request: CloseSession) -> None:
         """Close a client's session and end its leases."""
