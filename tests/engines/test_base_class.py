@@ -31,6 +31,13 @@ def test_the_connector_exports_the_metrics_of_the_table() -> None:
 
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     metrics = RaydixConnector.build_prom_metrics(VllmConfig(), types, ["model_name", "engine"], {0: ["a-model", "0"]})
+
+    def exported_counts() -> set[float]:
+        families = [family for family in REGISTRY.collect() if family.name.startswith("vllm:raydix_")]
+        samples = [sample for family in families if family.type == "counter" for sample in family.samples]
+        return {sample.value for sample in samples if sample.name.endswith("_total")}
+
+    assert exported_counts() == {0.0}
     counts = TransferCounts()
     for name in COUNTS:
         counts.add(name, 3)

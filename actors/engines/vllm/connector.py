@@ -161,6 +161,10 @@ class RaydixPromMetrics(KVConnectorPromMetrics):
             )
             for name, meaning in SECONDS.items()
         }
+        # An alert sees the first failure only if the count was 0 before.
+        for labels in per_engine_labelvalues.values():
+            for counter in self._counters.values():
+                counter.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts of a step."""
