@@ -1,4 +1,4 @@
-"""`raydix dashboard`: a Grafana dashboard of the metrics of all caches."""
+"""`raydix dashboard`: a Grafana dashboard of the metrics of all caches, or rules of alerts for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,19 +14,36 @@ from raydix.actors.cli.output import AsJson, print_json, show
 
 def dashboard(
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Default: stdout.")] = None,
+    alerts: Annotated[
+        bool, typer.Option("--alerts", help="Write rules of alerts for Prometheus instead, as YAML.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a Grafana dashboard of caches with `metrics`, as JSON to import or to provision.
 
     Ray's Grafana configuration looks in `/tmp/ray/session_latest/metrics/grafana/dashboards/`.
-    """
-    from raydix.actors.metrics.dashboard import dashboard as made
 
+    With `--alerts`, write rules of alerts, each with its remedy. Name the file under `rule_files` of Prometheus.
+    With `--json` and without `--out`, the rules are JSON, which Prometheus reads as well.
+    """
+    if alerts:
+        from raydix.actors.metrics.alerts import rules, rules_file
+
+        made, text = rules(), rules_file()
+    else:
+        from raydix.actors.metrics.dashboard import dashboard as make_dashboard
+
+        made = make_dashboard()
+        text = json.dumps(made, indent=2)
     if out is None:
-        print_json(made())
+        if alerts and not as_json:
+            typer.echo(text, nl=False)
+        else:
+            print_json(made)
         return
     try:
-        out.write_text(json.dumps(made(), indent=2), encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CommandError(f"{out}: {error.strerror}", "--out raydix.json", USAGE) from None
+        advice = f"--out {'alerts.yml' if alerts else 'raydix.json'}"
+        raise CommandError(f"{out}: {error.strerror}", advice, USAGE) from None
     show({"path": str(out)}, as_json, lambda: str(out))

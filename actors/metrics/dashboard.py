@@ -110,7 +110,22 @@ _PANELS = (
         ((f"max by (cache) (ray_raydix_uptime_seconds{_OF})", "{{cache}}"),),
     ),
     _Panel("Restarts", "short", ((f"max by (cache) (ray_raydix_restarts{_OF})", "{{cache}}"),)),
-    _Panel("Oldest lease", "s", ((f"max by (cache) (ray_raydix_oldest_lease_seconds{_OF})", "{{cache}}"),)),
+    _Panel(
+        "Oldest lease and waiter",
+        "s",
+        tuple(
+            (f"max by (cache) (ray_raydix_oldest_{name}_seconds{_OF})", f"{{{{cache}}}} {name}")
+            for name in ("lease", "waiter")
+        ),
+    ),
+    _Panel(
+        "Silent sessions and stale readers",
+        "short",
+        tuple(
+            (f"max by (cache) (ray_raydix_{name}{_OF})", f"{{{{cache}}}} {name.replace('_', ' ')}")
+            for name in ("silent_sessions", "stale_readers")
+        ),
+    ),
     _Panel(
         "Tenants",
         "short",
@@ -141,6 +156,16 @@ _PANELS = (
                 "boundary_states_refused",
                 "too_large",
             )
+        ),
+    ),
+    _Panel(
+        "Refusals per second",
+        "reqps",
+        (
+            (
+                f"sum by (cache, cause) (rate(ray_raydix_refusals_total{_OF}[$__rate_interval]))",
+                "{{cache}} {{cause}}",
+            ),
         ),
     ),
     _distribution("Time to the response of an acquire", "s", "acquire_latency_seconds"),

@@ -119,8 +119,14 @@ def _tenants(name: str) -> Callable[[CacheStats], Iterator[Sample]]:
     return read
 
 
-def _oldest_lease(stats: CacheStats) -> Iterator[Sample]:
-    yield (), max((owner.oldest_s for owner in stats.owners), default=0.0)
+def _refusals(stats: CacheStats) -> Iterator[Sample]:
+    for cause, number in stats.refusals.items():
+        yield (("cause", cause),), float(number)
+
+
+def _task_alive(stats: CacheStats) -> Iterator[Sample]:
+    if stats.eviction_task.enabled and stats.eviction_task.started:
+        yield (), float(stats.eviction_task.alive)
 
 
 def _ghost(stats: CacheStats) -> Iterator[Sample]:
@@ -147,8 +153,8 @@ METRICS = (
     Metric(
         "raydix_oldest_lease_seconds",
         "gauge",
-        "age of the oldest open lease, among the 32 owners with the most slots; 0 without leases",
-        _oldest_lease,
+        "age of the oldest open lease; 0 without leases",
+        _field("oldest_lease_s"),
     ),
     Metric(
         "raydix_tenant_slots",
@@ -159,18 +165,39 @@ METRICS = (
     ),
     Metric("raydix_open_sessions", "gauge", "clients with an open session", _field("open_sessions")),
     Metric(
+        "raydix_silent_sessions",
+        "gauge",
+        "clients that sent nothing for more than half of `session_ttl_s`, until they come back or no longer withhold "
+        "slots",
+        _field("silent_sessions"),
+    ),
+    Metric(
         "raydix_bindings",
         "gauge",
         "`lora_id`s, the base model included, with a model bound to them",
         _field("bindings"),
     ),
     Metric("raydix_waiters", "gauge", "acquires and extends that wait for free slots", _field("waiters")),
+    Metric(
+        "raydix_oldest_waiter_seconds",
+        "gauge",
+        "time that the longest of them has waited so far; 0 without waiters",
+        _field("oldest_waiter_s"),
+    ),
+    Metric(
+        "raydix_stale_readers",
+        "gauge",
+        "readers of events, such as routers, that lack events of more than ten seconds ago; a reader that has not "
+        "asked for ten minutes has stopped, and is not counted",
+        _field("stale_readers"),
+    ),
     Metric("raydix_loop_lag_seconds", "gauge", "longest delay of the event loop within the last 5 to 10 s", _loop_lag),
     Metric(
         "raydix_eviction_task_alive",
         "gauge",
-        "1 while the background eviction task runs, which the first session starts",
-        _of_task("alive"),
+        "1 while the background eviction task runs, 0 once it has ended; no value where it is off, and before the "
+        "first session starts it",
+        _task_alive,
     ),
     Metric(
         "raydix_eviction_longest_slice_seconds",
@@ -255,6 +282,13 @@ METRICS = (
         "tokens evicted of a tenant",
         _tenants("tokens_evicted"),
         ("tenant",),
+    ),
+    Metric(
+        "raydix_refusals_total",
+        "counter",
+        "refused requests by cause, the causes of `CacheStats.refusals`",
+        _refusals,
+        ("cause",),
     ),
     Metric("raydix_exhausted_total", "counter", "acquires and extends refused for lack of slots", _field("exhausted")),
     Metric("raydix_refused_tokens_total", "counter", "prompt tokens of refused acquires", _field("tokens_refused")),

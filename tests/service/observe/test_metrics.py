@@ -22,6 +22,7 @@ from raydix.schemas import (
     CacheConfig,
     CacheStats,
     CacheUnavailable,
+    EvictionTaskStats,
     GhostConfig,
     Histogram,
     LeaseConfig,
@@ -36,7 +37,14 @@ DOCUMENT = Path(__file__).parents[3] / "examples" / "metrics.md"
 Labels = frozenset[tuple[str, str]]
 PASSING = {
     f"raydix_{name}"
-    for name in ("uptime_seconds", "loop_lag_seconds", "oldest_lease_seconds", "batches_total", "requests_total")
+    for name in (
+        "uptime_seconds",
+        "loop_lag_seconds",
+        "oldest_lease_seconds",
+        "silent_sessions",
+        "batches_total",
+        "requests_total",
+    )
 } | {f"raydix_batch_size_{part}" for part in ("bucket", "sum", "count")}
 
 
@@ -138,7 +146,7 @@ def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
     histograms = {"acquire_latency", "lock_latency", "insert_latency", "wait_time", "batch_size"}
     read = {name for name in CacheStats.model_fields if name not in derived | others | histograms}
     values = {name: float(place + 1) for place, name in enumerate(sorted(read))}
-    task = dict.fromkeys(("rounds", "slices", "tokens_evicted", "failures"), 0)
+    task = dict.fromkeys(("rounds", "slices", "tokens_evicted", "failures"), 0) | {"enabled": True, "started": True}
     stats = CacheStats.model_construct(
         **values,
         eviction_task=type("Task", (), {**task, "alive": True, "longest_slice_ms": 0.0}),
@@ -148,6 +156,7 @@ def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
         owners=(),
         tenants=(),
         too_large=TooLarge(),
+        refusals={"no_wait": 4711},
         num_slots=0,
         **{
             name: Histogram(bounds=(0.5, 2.0), counts=(1, 2, 3), sum=1000.0 + place, count=6)
@@ -158,10 +167,23 @@ def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
     seen = {value for metric in METRICS for _, value in metric.read(stats)}
 
     expected_values = {value / 1000 if name == "loop_lag_ms" else value for name, value in values.items()}
-    assert expected_values <= seen
+    assert expected_values | {4711} <= seen
     buckets = next(metric for metric in METRICS if metric.name == "raydix_wait_seconds_bucket")
     assert {labels[0][1]: value for labels, value in buckets.read(stats)} == {"0.5": 1, "2": 3, "+Inf": 6}
     assert {1000.0 + place for place in range(len(histograms))} | {6.0} <= seen
+
+
+@pytest.mark.parametrize(("started", "alive", "values"), [(False, False, []), (True, True, [1]), (True, False, [0])])
+def test_an_eviction_task_that_has_not_started_is_not_one_that_has_ended(
+    started: bool, alive: bool, values: list[float]
+) -> None:
+    metric = next(metric for metric in METRICS if metric.name == "raydix_eviction_task_alive")
+
+    for enabled in (True, False):
+        task = EvictionTaskStats.model_construct(enabled=enabled, started=started, alive=alive)
+        read = [value for _, value in metric.read(CacheStats.model_construct(eviction_task=task))]
+
+        assert read == (values if enabled else [])
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are_and_for_all_of_them() -> None:
