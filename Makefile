@@ -7,12 +7,12 @@ ARGS   ?=
 SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 
 # What make test runs, and what make test-more adds. Together they are what CI runs.
-TEST := not long and not more
-MORE := more and not long and not trace
+TEST := not long and not more and not prometheus
+MORE := more and not long and not trace and not prometheus
 MORE_MINUTES := 15
 # 1: the interpreted core, so that its kernels are measured, too; empty: the compiled one, in a third of the time.
 COVERAGE_PLAIN ?= 1
-WITHOUT_RAY := not ray and not long and not gpu
+WITHOUT_RAY := not ray and not long and not gpu and not prometheus
 # The folders of the tests that run the kernels.
 CORE := $(addprefix tests/unit/,components eviction ghost kernels leases pool radix_cache rows tree) tests/property
 # Those under the sanitizers: the planted faults are faults of Python code.
@@ -36,8 +36,8 @@ DIST       ?= dist
 DIST_BUILD ?= build/dist
 
 .DEFAULT_GOAL := help
-.PHONY: help venv engines-venv demo test test-core test-asan test-more test-lowest test-long test-trace test-engines \
-	test-gpu coverage bench models docs lint dist clean
+.PHONY: help venv engines-venv demo test test-core test-asan test-more test-lowest test-long test-trace test-prometheus \
+	test-engines test-gpu coverage bench models docs lint dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -80,7 +80,7 @@ test: $(STAMP)  ## the tests for each change, 8 minutes; ends with what did not 
 	$(if $(ARGS),,@echo "make test takes about 8 minutes on two cores")
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
 	$(BIN)/pytest -m "$(TEST)" $(SPREAD) $(ARGS)
-	$(if $(ARGS),,@echo "Other tests: make test-more ($(MORE_MINUTES) minutes), test-long (hours), test-trace, test-engines")
+	$(if $(ARGS),,@echo "Other tests: make test-more ($(MORE_MINUTES) minutes), test-long (hours), test-trace, test-prometheus, test-engines")
 
 test-more: $(STAMP) $(DOCS)  ## the other tests that CI runs: what a test of make test nearly covers, and slow ones
 	$(if $(ARGS),,@echo "make test-more takes about $(MORE_MINUTES) minutes on two cores")
@@ -121,6 +121,10 @@ test-long: $(STAMP)  ## the tests that CI leaves out: 100,000 random operations,
 test-trace: $(STAMP)  ## tests that replay Mooncake's conversation trace, the file that the variable RAYDIX_TRACE names
 	@test -f "$(RAYDIX_TRACE)" || { echo "usage: make test-trace RAYDIX_TRACE=conversation_trace.jsonl"; exit 1; }
 	$(BIN)/pytest -m trace $(ARGS)
+
+test-prometheus: $(STAMP)  ## the rules of alerts in Debian's prometheus, on a real cache, in 4 minutes
+	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
+	$(BIN)/pytest -m prometheus -p no:xdist $(ARGS)
 
 test-engines: $(ENGINES_STAMP)  ## tests with the real vLLM on CPU, in .venv-engines
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest tests/engines -p no:xdist $(ARGS)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ WITH_CLUSTERS_OF_THEIR_OWN = {  # folders and files
     "examples",
     "test_dist",
     "test_placement",
+    "test_prometheus",
     "test_unix_socket_loops",
 }
 WITH_CACHES_OF_THEIR_OWN = {  # folders and files whose configurations no other test has: on Ray, each starts an actor
@@ -26,7 +28,7 @@ WITH_CACHES_OF_THEIR_OWN = {  # folders and files whose configurations no other 
     "test_tenants",
 }
 FIGURES = {"benchmark", "figures"}  # marks of tests that print what they counted or measured
-LEFT_OUT = {"long": "make test-long", "more": "make test-more"}
+LEFT_OUT = {"long": "make test-long", "more": "make test-more", "prometheus": "make test-prometheus"}
 """The marks of tests that `make test` deselects, and the command that runs these. The first mark of a test counts."""
 SLOW_S = 20  # a test that takes longer is named at the end; in `make test`, none may take a minute on an idle machine
 NUM_LEFT_OUT = pytest.StashKey[Counter[str]]()
@@ -133,7 +135,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that needs a GPU or a trace where there is none."""
+    """Skip a test that needs a GPU, a trace or Prometheus where there is none."""
     if item.get_closest_marker("gpu") is not None:
         import torch  # only here: most runs should not wait for it
 
@@ -141,6 +143,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device: make test-gpu, on a machine with one")
     if item.get_closest_marker("trace") is not None and not os.environ.get("RAYDIX_TRACE"):
         pytest.skip("RAYDIX_TRACE names no trace: make test-trace RAYDIX_TRACE=conversation_trace.jsonl")
+    if item.get_closest_marker("prometheus") is not None:
+        missing = [name for name in ("prometheus", "promtool") if shutil.which(name) is None]
+        if missing:
+            pytest.skip(f"needs {' and '.join(missing)}: apt-get install prometheus, then make test-prometheus")
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,9 @@ def test_of_another_kind(): pass
 @pytest.mark.more
 def test_of_another_kind_at_length(): pass
 
+@pytest.mark.prometheus
+def test_of_alerts(): pass
+
 def test_of_a_serial_port():
     pytest.skip("needs a serial port: plug one in")
 """
@@ -44,7 +47,7 @@ def test_a_cluster_has_one_process_and_what_did_not_run_is_listed_with_its_comma
     shutil.copy(ROOT / "tests" / "conftest.py", folder.parent)
     for name in ("test_a.py", "test_b.py"):
         (folder / name).write_text(TESTS)
-    options = ["-m", "not long and not more", "-p", "no:cacheprovider"]
+    options = ["-m", "not long and not more and not prometheus", "-p", "no:cacheprovider"]
     options += ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RAYDIX_"))}
 
@@ -60,9 +63,10 @@ def test_a_cluster_has_one_process_and_what_did_not_run_is_listed_with_its_comma
     assert len(processes) == 10, done.stdout
     assert len(set(processes)) == 1
     not_run = done.stdout.partition("not run, and how to run it")[2].splitlines()
-    assert sorted(line.strip() for line in not_run[1:5]) == [
+    assert sorted(line.strip() for line in not_run[1:6]) == [
         "2  RAYDIX_TRACE names no trace: make test-trace RAYDIX_TRACE=conversation_trace.jsonl",
         "2  more: make test-more",
         "2  needs a serial port: plug one in",
+        "2  prometheus: make test-prometheus",
         "4  long: make test-long",
     ]
