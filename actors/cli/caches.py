@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group
 
 from raydix.actors.cli.cluster import Address, Namespace, join
-from raydix.actors.cli.output import AsJson, show, table_of
+from raydix.actors.cli.output import AsJson, first_finding, show, table_of
 from raydix.schemas.shown import percent, rate, short_time, shown
 
 _ANSWER_S = 5.0
@@ -83,7 +83,7 @@ def _table(rows: list[dict[str, Any]], namespace: str) -> Group | str:
     if not rows:
         return f"no cache runs in namespace {namespace!r}; start one: raydix start -c cache.yaml"
     table = table_of("cache", "kind", ">page", ">slots", ">in use", ">leases", ">hit rate", "device, node", ">up")
-    notes = [f"{shown(row['name'])}  {finding}" for row in rows for finding in row["findings"]]
+    notes = [f"{shown(row['name'])}  {first_finding(row['findings'])}" for row in rows if row["findings"]]
     for row in rows:
         if row["state"] != "ready":
             table.add_row(shown(row["name"]), row["state"])

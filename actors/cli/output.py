@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -39,6 +39,13 @@ def show(value: Any, as_json: bool, render: Callable[[], RenderableType]) -> Non
         typer.echo(shown_text(text))
     else:
         console().print(text, soft_wrap=True)  # a line to be copied must not be wrapped
+
+
+def first_finding(findings: Sequence[str]) -> str:
+    """Return the gravest finding, and the number of others, which `raydix doctor` prints; empty if there is none."""
+    if not findings:
+        return ""
+    return findings[0] + (f" (and {len(findings) - 1} more: raydix doctor)" if len(findings) > 1 else "")
 
 
 def table_of(*columns: str) -> Table:

@@ -8,7 +8,7 @@ from rich.console import Group
 
 from raydix.actors.cli.cluster import ask
 from raydix.actors.cli.failures import CommandError
-from raydix.actors.cli.output import table_of
+from raydix.actors.cli.output import first_finding, table_of
 from raydix.schemas.shown import NONE, byte_size
 
 if TYPE_CHECKING:
@@ -81,4 +81,5 @@ def table_of_started(started: list[dict[str, Any]]) -> Group:
             byte_size(facts["num_bytes"]) if facts["num_bytes"] else NONE,
             "ran already" if facts["reused"] else "started",
         )
-    return Group(table, *(f"warning: {facts['name']}: {text}" for facts in started for text in facts["findings"]))
+    found = {facts["name"]: first_finding(facts["findings"]) for facts in started}
+    return Group(table, *(f"warning: {name}: {finding}" for name, finding in found.items() if finding))

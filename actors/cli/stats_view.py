@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from raydix.actors.cli.output import first_finding
 from raydix.schemas.shown import NONE, counted, measured_time, percent, points, rate, short_time, shown
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
     _add_times(table, stats)
     _add_holders(table, stats)
     _add_health(table, now)
-    return Group(Text(head, style="bold"), table, *(Text(f"warning: {finding}") for finding in stats.findings))
+    finding = first_finding(stats.findings)
+    return Group(Text(head, style="bold"), table, *([Text(f"warning: {finding}")] if finding else []))
 
 
 def up_line(stats: CacheStats) -> str:

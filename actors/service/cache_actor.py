@@ -70,7 +70,7 @@ class PrefixCacheActor:
         # second.
         import torch
 
-        from raydix.actors.observe.node_memory import available_memory, total_memory
+        from raydix.actors.observe.node_facts import node_facts, own_niceness
         from raydix.actors.service.cache_host import local_device
         from raydix.actors.service.unix_socket_server import UnixSocketServer
         from raydix.actors.sessions.death_watch import DeathWatch
@@ -80,10 +80,10 @@ class PrefixCacheActor:
         has_gpu = config.pool.device != "auto" or ray.get_gpu_ids()  # others' GPUs may be visible
         device = local_device(config) if has_gpu else torch.device("cpu")
         restarts = restarts_of_this_actor()
-        available = available_memory()
+        facts = node_facts(own_niceness())
         self._host = _make_host(config, device, node_id, restarts)
         pool_bytes = self._host.exported.handle.num_bytes if device.type == "cpu" else 0
-        self._host.service.findings = findings(available - pool_bytes, total_memory(), restarts)
+        self._host.service.findings = findings(facts._replace(memory_left=facts.memory_left - pool_bytes), restarts)
         self._socket_server = UnixSocketServer(self._host.service)
         self._watch = DeathWatch(self._host.service.reaper.owner_unavailable)
         self._host.service.reaper.on_end = self._watch.unwatch

@@ -1,13 +1,22 @@
-"""Findings about a cache's node: too little memory left by the pool, and restarts by cause. Each names its remedy."""
+"""Findings about a cache and its node, each one line with its remedy. `raydix doctor` prints all of them.
+
+A cache finds the faults of its node when it starts: they are `CacheStats.findings`. A command on the node adds
+differences between itself and the cache.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from raydix.actors.observe.node_facts import HiddenPackage, NodeFacts
+from raydix.schemas.errors import ConfigMismatch
+from raydix.schemas.protocol import check_handshake, handshake, read_handshake
 from raydix.schemas.shown import byte_size, counted
 
 OUT_OF_MEMORY = "killed by Ray's memory monitor"  # a cause of restarts
 _LEAST_LEFT = 0.1  # the part of the node's memory that a full pool must leave
+_LEAST_SHM = 2**30  # bytes; containers have 64 MiB by default
+_LEAST_SHM_FREE = 0.05
 _REMEDY = (
     "give the pool fewer slots, run fewer engines and other processes on this node, or raise the limit of Ray's "
     "monitor (RAY_memory_usage_threshold)"
@@ -31,23 +40,104 @@ class Restarts(NamedTuple):
 NEVER_RESTARTED = Restarts()
 
 
-def findings(memory_left: int, memory_total: int, restarts: Restarts) -> tuple[str, ...]:
-    """Return the faults of a node, one line each.
+def findings(
+    facts: NodeFacts, restarts: Restarts = NEVER_RESTARTED, when: str = "when the pool is full"
+) -> tuple[str, ...]:
+    """Return the faults of a node, one line each, the gravest first.
 
     Args:
-        memory_left: bytes that are free once the pool is full.
-        memory_total: bytes of the node, or of its container.
+        facts: about the node; of its memory, the bytes that are left at the time that `when` names.
+        restarts: of the cache on it.
+        when: in words.
     """
-    return tuple(text for text in (memory_finding(memory_left, memory_total), restarts_finding(restarts)) if text)
+    found = (
+        memory_finding(facts.memory_left, facts.memory_total, when),
+        restarts_finding(restarts),
+        package_finding(facts.hidden),
+        shm_finding(facts.shm_total, facts.shm_free),
+        niceness_finding(facts.niceness),
+    )
+    return tuple(text for text in found if text)
 
 
-def memory_finding(left: int, total: int) -> str:
-    """Return a warning if too little memory is left when the pool is full; else an empty text."""
+def memory_finding(left: int, total: int, when: str = "when the pool is full") -> str:
+    """Return a warning if too little memory is left; else an empty text.
+
+    Args:
+        when: the time at which it is left, in words.
+    """
     if left >= _LEAST_LEFT * total:
         return ""
     return (
-        f"{byte_size(max(0, left))} of the {byte_size(total)} of memory are left when the pool is full: processes "
-        f"outside Ray can fill them, and Ray's memory monitor then kills the cache, the largest process; {_REMEDY}"
+        f"{byte_size(max(0, left))} of the {byte_size(total)} of memory are left {when}: processes outside Ray can "
+        f"fill them, and Ray's memory monitor then kills the cache, the largest process; {_REMEDY}"
+    )
+
+
+def package_finding(hidden: HiddenPackage | None) -> str:
+    """Return a warning if another raydix than the installed one is imported; else an empty text."""
+    if hidden is None:
+        return ""
+    return (
+        f"raydix is imported from {hidden.imported_from}, which hides the installed {hidden.version} at "
+        f"{hidden.installed_at}: take that folder off PYTHONPATH, start programs elsewhere, or install the clone "
+        "(pip install -e)"
+    )
+
+
+def shm_finding(total: int, free: int) -> str:
+    """Return a warning if `/dev/shm` is small or full; else an empty text."""
+    remedy = "give the container --shm-size=8g; in Kubernetes mount an emptyDir with `medium: Memory` at /dev/shm"
+    if total < _LEAST_SHM:
+        return (
+            f"/dev/shm has {byte_size(total)}: Ray's object store goes to disk, and engines with several ranks may "
+            f"not start (the cache's pool does not need it); {remedy}"
+        )
+    if free < _LEAST_SHM_FREE * total:
+        return (
+            f"/dev/shm has {byte_size(free)} of {byte_size(total)} free: Ray's objects and engines' messages find no "
+            "room; remove files there that ended programs have left, or give it more"
+        )
+    return ""
+
+
+def niceness_finding(niceness: int) -> str:
+    """Return a warning if Ray's processes give way to other programs of the node; else an empty text."""
+    if niceness <= 0:
+        return ""
+    return (
+        f"Ray adds {niceness} to the niceness of its processes: where other programs, such as engines, keep the cores "
+        "busy, caches start and answer late; set RAY_worker_niceness=0 in the environment of ray start"
+    )
+
+
+def sight_finding(sees_cache: bool) -> str:
+    """Return a warning if a process on the cache's node does not see the cache's process; else an empty text."""
+    if sees_cache:
+        return ""
+    return (
+        "the cache runs on this node, in another PID namespace (container) or as another user: pools are copied, not "
+        "mapped, and the end of a client is seen late; use one container or --pid=host, in Kubernetes "
+        "shareProcessNamespace within a pod or hostPID, and one user"
+    )
+
+
+def version_finding(row: object) -> str:
+    """Return a warning if a cache and this process have different versions of raydix; else an empty text.
+
+    Args:
+        row: the cache's handshake.
+    """
+    try:
+        check_handshake(row, "cache")
+    except ConfigMismatch as error:
+        return str(error)
+    theirs, ours = read_handshake(row), handshake()
+    if theirs is None or theirs == ours:
+        return ""
+    return (
+        f"the cache runs raydix {theirs[2]}, and this command {ours[2]}: they work together, as they speak the same "
+        "protocol; to have one version, install it on the cache's node and start the cache again"
     )
 
 

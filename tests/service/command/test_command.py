@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -21,11 +22,21 @@ from rich.console import Console
 from support.processes.command_line import run, run_json
 
 from raydix.actors import PrefixCacheClient, connect, shutdown_cache, start_cache, start_cache_async
+from raydix.actors.cli import doctor
 from raydix.actors.cli.app import COMMANDS
 from raydix.actors.cli.failures import failure_of
 from raydix.actors.cli.start import _report
+from raydix.actors.service import findings
 from raydix.cache_core.kernels import CORE
-from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, LeaseConfig, ModelFingerprint, PoolConfig
+from raydix.schemas import (
+    CacheConfig,
+    CacheUnavailable,
+    InvalidRequest,
+    LeaseConfig,
+    ModelFingerprint,
+    PoolConfig,
+    protocol,
+)
 from raydix.schemas.version import package_version
 
 pytestmark = pytest.mark.ray
@@ -248,6 +259,45 @@ def test_stats_are_those_of_the_cache(busy: list[str]) -> None:
     assert [(each["owner"], each["leases"], each["slots"]) for each in stats["owners"]] == [("a worker", 1, 8)]
     assert re.search(r"leases +1 open, the oldest \S+ (s|min) old; 0 requests wait for slots", text)
     assert re.search(r"a worker: 1 lease, 8 slots, up to \S+ (s|min) old", text)
+
+
+def test_doctor_prints_the_findings_of_this_node_and_of_each_cache(busy: list[str]) -> None:
+    node, cache = run_json("doctor", *busy[1:])
+
+    assert (node["kind"], node["name"]) == ("node", "this node")
+    assert (cache["kind"], cache["name"], cache["node_id"]) == ("cache", "kv-0", node["node_id"])
+    stats = run_json("stats", *busy)
+    assert cache["findings"] == [finding for finding in stats["findings"] if finding not in node["findings"]]
+    text = run("doctor", *busy[1:]).stdout
+    assert f"this node  {node['node_id'][:8]}  " in text and f"kv-0       {node['node_id'][:8]}  " in text
+    assert [finding for row in (node, cache) for finding in row["findings"] if f"  {finding}" not in text] == []
+
+
+def test_doctor_compares_versions_before_it_asks_for_counts(busy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "handshake", lambda: ("raydix", protocol.PROTOCOL, "9.9"))
+    _, cache = run_json("doctor", *busy[1:])
+    assert cache["findings"][-1].startswith(f"the cache runs raydix {package_version()}, and this command 9.9: ")
+
+    monkeypatch.setattr(protocol, "PROTOCOL", protocol.PROTOCOL + 1)
+    _, cache = run_json("doctor", *busy[1:])
+    (finding,) = cache["findings"]
+    assert finding.startswith(f"the cache speaks protocol {protocol.PROTOCOL - 1} (raydix {package_version()})")
+
+
+@pytest.mark.more
+def test_doctor_names_a_cache_that_does_not_answer(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = start_cache(CacheConfig(pool=PoolConfig(num_slots=64)), name="kv", namespace=namespace)
+    pid = int(ray.get(cache.pool_handle.remote()).liveness_path.split("/")[2])
+    monkeypatch.setattr(doctor, "_ANSWER_S", 0.2)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        _, row = run_json("doctor", "--namespace", namespace)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    (finding,) = row["findings"]
+    assert finding.startswith("it has not answered for 0.2 s: ") and "raydix stop NAME" in finding
+    shutdown_cache(cache)
 
 
 def test_watched_stats_go_on_a_document_a_line(busy: list[str]) -> None:

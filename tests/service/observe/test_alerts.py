@@ -9,6 +9,7 @@ import pytest
 import yaml
 from support.processes.command_line import run, run_json
 
+from raydix.actors.cli.app import COMMANDS
 from raydix.actors.engines import transfer_counts
 from raydix.actors.metrics.alerts import Alert, alerts, markdown, rules, rules_file
 from raydix.actors.metrics.table import METRICS
@@ -45,8 +46,7 @@ def test_a_text_names_labels_of_the_alert_and_commands_that_there_are(alert: Ale
 
     assert named == labels_of(alert.expression)
     assert "$" not in alert.remedy
-    for line in re.findall(r"`raydix ([a-z-]+)", alert.remedy):
-        assert "Usage: " in run(line, "--help").stdout
+    assert set(re.findall(r"`raydix ([a-z-]+)", alert.remedy)) <= COMMANDS.keys()
 
 
 def test_there_is_an_alert_for_each_metric_that_was_made_for_one() -> None:

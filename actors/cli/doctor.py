@@ -1,0 +1,134 @@
+"""`raydix doctor`: faults of this node and of the caches of a cluster, each with its remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from raydix.actors.cli.cluster import Address, Namespace, join
+from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.output import AsJson, show
+from raydix.schemas.shown import NONE, counted, shown
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_ANSWER_S = 5.0
+
+
+def doctor(address: Address = None, namespace: Namespace = "raydix", as_json: AsJson = False) -> None:
+    """Look for faults of this node and of all caches, and print a remedy for each.
+
+    On this node: memory that is nearly full, `/dev/shm`, the niceness of Ray's processes, and a clone that hides the
+    installed package. Of each cache: the same on its node, restarts by cause, another version than this command's, and
+    another PID namespace or user than this command's, if it runs on this node.
+
+    Run it where the workers run: in their container, as their user. Without a cluster, it looks at this node alone. The
+    exit status is 0 whatever it finds.
+    """
+    from raydix.actors.observe.node_facts import node_facts, worker_niceness
+    from raydix.actors.service.findings import findings
+
+    rows = [_row("node", "this node", findings(node_facts(worker_niceness()), when="now"))]
+    try:
+        join(address, namespace)
+    except CommandError as error:
+        if error.exit_code == USAGE:
+            raise
+        rows.append(_row("cluster", "the cluster", [f"{error.message}; {error.advice}"]))
+    else:
+        import ray
+
+        rows[0]["node_id"] = ray.get_runtime_context().get_node_id()
+        rows += _caches(namespace, rows[0])
+    show(rows, as_json, lambda: _text(rows))
+
+
+def _row(kind: str, name: str, findings: Any, node_id: str = "") -> dict[str, Any]:
+    return {"kind": kind, "name": name, "node_id": node_id, "findings": list(findings)}
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    """Return a line for each row, with its node, and below it a line for each finding."""
+    width = max(len(shown(row["name"])) for row in rows)
+    lines = []
+    for row in rows:
+        found = counted(len(row["findings"]), "finding") if row["findings"] else "nothing found"
+        lines.append(f"{shown(row['name']):{width}}  {row['node_id'][:8] or NONE}  {found}")
+        lines += [f"  {finding}" for finding in row["findings"]]
+    return "\n".join(lines)
+
+
+def _caches(namespace: str, node: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each cache. It lacks the findings that the row of this node has."""
+    from raydix.actors.cluster.deploy import find_caches
+    from raydix.actors.service.findings import version_finding
+    from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group
+    from raydix.schemas.protocol import PROTOCOL, handshake, read_handshake
+
+    caches = dict(sorted(find_caches(namespace=namespace).items()))
+    found: dict[str, dict[str, Any]] = {}
+    for name, cache in caches.items():
+        if has_lost_its_group(cache):
+            found[name] = _row("cache", name, [LOST_GROUP])
+    asked = {name: cache for name, cache in caches.items() if name not in found}
+    rows: dict[str, Any] = {}  # name -> handshake
+    handshakes = _answers({name: [cache.handshake.remote(handshake())] for name, cache in asked.items()})
+    same = {}  # name of a cache of this protocol -> its handle
+    for name, answer in handshakes.items():
+        if answer is None:
+            found[name] = _row("cache", name, _silent(asked[name]))
+            continue
+        rows[name] = answer[0]
+        known = read_handshake(answer[0])
+        if known is not None and known[1] == PROTOCOL:
+            same[name] = asked[name]
+        else:
+            found[name] = _row("cache", name, [version_finding(answer[0])])
+    facts = _answers({name: [cache.stats.remote(), cache.pool_handle.remote()] for name, cache in same.items()})
+    for name, answer in facts.items():
+        if answer is None:
+            found[name] = _row("cache", name, _silent(same[name]))
+        else:
+            stats, handle = answer
+            more = [version_finding(rows[name]), _sight(handle, node["node_id"])]
+            others = [finding for finding in (*stats.findings, *more) if finding and finding not in node["findings"]]
+            found[name] = _row("cache", name, others, handle.node_id)
+    return [found[name] for name in caches]
+
+
+def _answers(asked: dict[str, list[Any]]) -> dict[str, list[Any] | None]:
+    """Return the answers of caches by their names; None of a cache that has not answered in time."""
+    import ray
+
+    refs = [ref for of_cache in asked.values() for ref in of_cache]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
+    answers: dict[str, list[Any] | None] = {}
+    for name, of_cache in asked.items():
+        try:
+            answers[name] = ray.get(of_cache, timeout=0)
+        except ray.exceptions.RayError:
+            answers[name] = None
+    return answers
+
+
+def _silent(cache: ActorHandle[Any]) -> list[str]:
+    """Return the findings about a cache that does not answer."""
+    from raydix.actors.service.findings import restarts_finding
+    from raydix.actors.service.past_lives import restarts_of
+
+    silent = (
+        f"it has not answered for {_ANSWER_S:g} s: it starts, hangs, or its node is lost; see ray status, or end it: "
+        "raydix stop NAME"
+    )
+    return [silent, *filter(None, [restarts_finding(restarts_of(cache))])]
+
+
+def _sight(handle: Any, node_id: str) -> str:
+    """Return the finding about a cache on this node whose process is not seen from here."""
+    from raydix.actors.service.findings import sight_finding
+    from raydix.actors.transport.process_liveness import ProcessLiveness
+
+    if handle.node_id != node_id or handle.liveness_path is None:
+        return ""
+    return sight_finding(ProcessLiveness.find(handle.liveness_path) is not None)
