@@ -124,7 +124,7 @@ test-trace: $(STAMP)  ## tests that replay Mooncake's conversation trace, the fi
 
 test-prometheus: $(STAMP)  ## the rules of alerts in Debian's prometheus, on a real cache, in 4 minutes
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
-	$(BIN)/pytest -m prometheus -p no:xdist $(ARGS)
+	$(BIN)/pytest -m prometheus tests/service/observe -p no:xdist $(ARGS)
 
 test-engines: $(ENGINES_STAMP)  ## tests with the real vLLM on CPU, in .venv-engines
 	OMP_NUM_THREADS=1 $(ENGINES)/pytest tests/engines -p no:xdist $(ARGS)
