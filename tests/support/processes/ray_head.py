@@ -45,9 +45,11 @@ def ray_head(
             text=True,
         )
         assert head.stdout is not None
-        for line in head.stdout:  # ends with the process
-            if "will now block" in line:
-                break
-        yield f"127.0.0.1:{port}"
-        head.terminate()
-        head.wait()
+        try:
+            for line in head.stdout:  # ends with the process
+                if "will now block" in line:
+                    break
+            yield f"127.0.0.1:{port}"
+        finally:
+            head.terminate()
+            head.wait()
