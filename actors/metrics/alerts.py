@@ -131,7 +131,7 @@ def _of_caches(query: _Queries) -> Iterator[Alert]:
         f"{query.newest('silent_sessions')} > 0",
         60,
         "warning",
-        "{{ $value }} clients of cache {{ $labels.cache }} have sent nothing for half of session_ttl_s or longer",
+        "Clients of cache {{ $labels.cache }} have sent nothing for half of session_ttl_s or longer: {{ $value }}",
         "Their event loop is blocked: move forward passes to a thread. Or their process or node is lost: read its log.",
     )
     yield Alert(
@@ -139,7 +139,7 @@ def _of_caches(query: _Queries) -> Iterator[Alert]:
         f"max by (cache, pool) (min_over_time({quarantined})) > 0 and max by (cache, pool) (delta({quarantined})) >= 0",
         300,
         "warning",
-        "{{ $value }} slots of cache {{ $labels.cache }}, pool {{ $labels.pool }}, are in quarantine and do not return",
+        "Slots of cache {{ $labels.cache }}, pool {{ $labels.pool }}, stay in quarantine: {{ $value }}",
         "Clients vanish as fast as their slots return, or some hang without end: the cache's log names them. End these "
         "processes, or lower quarantine_grace_s.",
     )
@@ -148,7 +148,7 @@ def _of_caches(query: _Queries) -> Iterator[Alert]:
         f"{query.newest('stale_readers')} > 0",
         60,
         "warning",
-        "{{ $value }} readers of the events of cache {{ $labels.cache }}, such as routers, are ten seconds behind",
+        "Readers of the events of cache {{ $labels.cache }}, such as routers, are ten seconds behind: {{ $value }}",
         "A router that is behind sends requests to the wrong cache: look for a busy or blocked event loop in the "
         "processes of routers and of `raydix export-events`, and restart them.",
     )

@@ -18,6 +18,7 @@ from support.waiting import wait_until
 
 from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache
 from raydix.actors.metrics.alerts import alerts, rules_file
+from raydix.actors.metrics.dashboard import dashboard
 from raydix.actors.metrics.table import METRICS
 from raydix.schemas import CacheConfig, LeaseConfig, MetricsConfig, PoolConfig, PoolExhausted
 
@@ -103,7 +104,7 @@ CASES = {
         "0x3 2x5 0x5",
         6,
         (3, 11),
-        "2 clients of cache kv-0 have sent nothing for half of session_ttl_s or longer",
+        "Clients of cache kv-0 have sent nothing for half of session_ttl_s or longer: 2",
     ),
     "RaydixQuarantine": Case(
         {
@@ -114,14 +115,14 @@ CASES = {
         20,
         (12, 36),
         {"cache": "kv-0", "pool": "kv"},
-        "8 slots of cache kv-0, pool kv, are in quarantine and do not return",
+        "Slots of cache kv-0, pool kv, stay in quarantine: 8",
     ),
     "RaydixStaleReaders": of_cache(
         "stale_readers",
         "0x3 1x5 0x5",
         6,
         (3, 11),
-        "1 readers of the events of cache kv-0, such as routers, are ten seconds behind",
+        "Readers of the events of cache kv-0, such as routers, are ten seconds behind: 1",
     ),
     "RaydixLookupTimeouts": of_engines(
         "lookup_timeouts", 15, "Engines of llama get no answer in time to 2 look-ups a second"
@@ -165,6 +166,19 @@ def test_an_alert_fires_on_its_series_and_ends(name: str, tmp_path: Path) -> Non
     (tmp_path / "tests.yml").write_text(yaml.safe_dump(tests))
 
     assert "SUCCESS" in promtool("test", "rules", tmp_path / "tests.yml")
+
+
+def dashboard_queries() -> list[str]:
+    """Return the queries of the dashboard, with Grafana's variables filled in."""
+    targets = [target for panel in dashboard()["panels"] for target in panel["targets"]]
+    return [target["expr"].replace("$__rate_interval", "1m").replace("$cache", ".*") for target in targets]
+
+
+def test_the_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
+    records = [{"record": f"query_{place}", "expr": query} for place, query in enumerate(dashboard_queries())]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": records}]}))
+
+    assert f"SUCCESS: {len(records)} rules found" in promtool("check", "rules", tmp_path / "rules.yml")
 
 
 # ---------------------------------------------------------------- on a real cache
@@ -251,6 +265,10 @@ def test_a_scrape_has_the_metrics_of_the_table_and_their_values(scene: Scene) ->
 
     wait_until(lambda: wanted <= scraped(), WAIT_S)
     assert scraped() == wanted
+    for query in dashboard_queries():  # an answer with an error raises
+        lines = scene.prometheus.values(query)
+        is_there = wanted.issuperset(re.findall(r"ray_raydix_\w+", query)) and "rate(" not in query
+        assert lines or not is_there or "{__name__" in query, query
     reused = scene.prometheus.values(f'sum(ray_raydix_reused_tokens_total{{cache="{CACHE}"}})')
     assert list(reused.values()) == [stats.tokens_reused] == [16]
 
