@@ -15,6 +15,7 @@ WITH_CLUSTERS_OF_THEIR_OWN = {  # folders and files
     "chaos",
     "examples",
     "test_dist",
+    "test_doctor",
     "test_placement",
     "test_prometheus",
     "test_unix_socket_loops",

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
@@ -68,8 +68,11 @@ CacheName = Annotated[
 ]
 
 
-def join(address: str | None, namespace: str) -> None:
+def join(address: str | None, namespace: str, *, is_quiet: bool = True) -> None:
     """Connect this process to a running Ray cluster, unless it is connected.
+
+    Args:
+        is_quiet: hide Ray's messages on stderr.
 
     Raises:
         CommandError: no cluster runs there.
@@ -83,7 +86,7 @@ def join(address: str | None, namespace: str) -> None:
         _check_listens(address)
     with TemporaryFile() as stderr:
         try:
-            with _stderr_into(stderr):
+            with _stderr_into(stderr) if is_quiet else nullcontext():
                 ray.init(
                     address=address or "auto", namespace=namespace, log_to_driver=False, logging_level=logging.ERROR
                 )

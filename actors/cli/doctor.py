@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 from raydix.actors.cli.cluster import Address, Namespace, join
-from raydix.actors.cli.failures import USAGE, CommandError
+from raydix.actors.cli.failures import UNREACHABLE, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
-from raydix.schemas.shown import NONE, counted, shown
+from raydix.schemas.shown import NONE, counted, cut, shown
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _ANSWER_S = 5.0
+_JOIN_S = 60.0
+_JOIN = "import sys; from raydix.actors.cli.cluster import join; join(sys.argv[1] or None, sys.argv[2], is_quiet=False)"
+_FATAL = re.compile(r"^\[[^\]]* C \d+ \d+\] *(.*)$", re.MULTILINE)  # Ray's last line in a process that it ends
+_ENDED = 1  # exit status of such a process
 
 
 def doctor(address: Address = None, namespace: Namespace = "raydix", as_json: AsJson = False) -> None:
@@ -30,6 +37,7 @@ def doctor(address: Address = None, namespace: Namespace = "raydix", as_json: As
 
     rows = [_row("node", "this node", findings(node_facts(worker_niceness()), when="now"))]
     try:
+        _check_joining(address, namespace)
         join(address, namespace)
     except CommandError as error:
         if error.exit_code == USAGE:
@@ -41,6 +49,34 @@ def doctor(address: Address = None, namespace: Namespace = "raydix", as_json: As
         rows[0]["node_id"] = ray.get_runtime_context().get_node_id()
         rows += _caches(namespace, rows[0])
     show(rows, as_json, lambda: _text(rows))
+
+
+def _check_joining(address: str | None, namespace: str) -> None:
+    """Join the cluster in another process: where a part of the cluster is lost, Ray ends a process that joins.
+
+    Raises:
+        CommandError: Ray has ended that process, or it did not join in time.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _JOIN, address or "", namespace], capture_output=True, text=True, timeout=_JOIN_S
+        )
+    except subprocess.TimeoutExpired:
+        cause = f"it did not answer in {_JOIN_S:g} s"
+    else:
+        if done.returncode != _ENDED or "Traceback" in done.stderr:  # `join` raises the error, if there is one
+            return
+        cause = "Ray ended the process that joined it" + "".join(f": {line}" for line in _FATAL.findall(done.stderr))
+    where = f"at {address}" if address else "of this machine"
+    raise CommandError(
+        f"the Ray cluster {where} cannot be joined: {cut(cause)}",
+        "ray status; if a part of it is lost, ray stop and ray start --head",
+        UNREACHABLE,
+    )
 
 
 def _row(kind: str, name: str, findings: Any, node_id: str = "") -> dict[str, Any]:

@@ -30,6 +30,19 @@ def ray_head(
 
     With a `dashboard_port` it takes jobs there.
     """
+    with ray_head_in_folder(python, num_cpus, environ, dashboard_port, **more) as (address, _):
+        yield address
+
+
+@contextmanager
+def ray_head_in_folder(
+    python: str | Path = sys.executable,
+    num_cpus: int = 0,
+    environ: Mapping[str, str] = os.environ,
+    dashboard_port: int | None = None,
+    **more: str,
+) -> Iterator[tuple[str, Path]]:
+    """Start a head node as `ray_head` does; yield the cluster's address, and the folder of its files."""
     with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         port = free_port()
         start = f"start --head --block --port {port} --temp-dir {folder} --num-cpus {num_cpus} --num-gpus 0"
@@ -49,7 +62,7 @@ def ray_head(
             for line in head.stdout:  # ends with the process
                 if "will now block" in line:
                     break
-            yield f"127.0.0.1:{port}"
+            yield f"127.0.0.1:{port}", Path(folder)
         finally:
             head.terminate()
             head.wait()
