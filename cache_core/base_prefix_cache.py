@@ -16,7 +16,7 @@ from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.outline import Outline, OutlineLimits
 from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
 from raydix.cache_core.tree.packed_slots import Starts
-from raydix.cache_core.tree.page_events import KVEventSink, PageRun
+from raydix.cache_core.tree.page_events import Hashes, KVEventSink, PageRun
 from raydix.cache_core.tree.radix_key import RadixKey
 
 __all__ = [
@@ -151,9 +151,18 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: Any, swa_evicted_seqlen: int = 0, priority: int = 0
+        self,
+        key: RadixKey,
+        starts: Starts,
+        from_node: Any,
+        swa_evicted_seqlen: int = 0,
+        priority: int = 0,
+        unnamed_from: int | None = None,
     ) -> PageInsert:
-        """Insert the whole pages of `key` beyond `from_node`; `starts` are their first slots."""
+        """Insert the whole pages of `key` beyond `from_node`; `starts` are their first slots.
+
+        Does `name_end` at the last node, if `unnamed_from` is not None.
+        """
 
     @abstractmethod
     def retire_all(self) -> None:
@@ -278,6 +287,16 @@ class BasePrefixCache(ABC):
     def resident_pages(self) -> Iterable[PageRun]:
         """Return the matchable pages, as stored events name them, parents before children. O(n)."""
         return ()
+
+    def name_end(self, node: Any, unnamed_from: int) -> None:  # noqa: B027 -- optional
+        """Publish, in a cache that publishes ends of matches, that a request's prompt or answer ends at a node.
+
+        The request inserted the node's path from token `unnamed_from` on.
+        """
+
+    def usable_ends(self) -> Hashes | None:
+        """Return the pages at which events say that a match may end; None if every stored page is such a page."""
+        return None
 
     def total_size(self) -> int:
         """Return the number of tokens in the cache."""

@@ -61,7 +61,13 @@ class ChunkCache(BasePrefixCache):
         return PageMatch(0, None, NO_STARTS, 0, None)
 
     def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: None, swa_evicted_seqlen: int = 0, priority: int = 0
+        self,
+        key: RadixKey,
+        starts: Starts,
+        from_node: None,
+        swa_evicted_seqlen: int = 0,
+        priority: int = 0,
+        unnamed_from: int | None = None,
     ) -> PageInsert:
         """Adopt no page: the caller keeps all of `starts`."""
         return PageInsert(0, 0, None, NO_STARTS)

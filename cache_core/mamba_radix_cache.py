@@ -124,8 +124,7 @@ class MambaRadixCache(PrefixCache):
                 done.mamba_exist = self._attach(done.last_node, mamba_value)
             return done
         finally:
-            if self.parts.window is not None:
-                self.parts.window.release_replaced()
+            self._end_insert()
 
     def _state_for(self, key: RadixKey, mamba_value: int) -> int:
         """Return the slot of the state after the last token of `key`; raise if the tree cannot adopt it."""
@@ -157,7 +156,10 @@ class MambaRadixCache(PrefixCache):
         if mamba_value is not None:
             if cast(MambaTreeNode, node).mamba_value is None:
                 mamba_value = self._states.checked(mamba_value)
-        return self._attach(node, mamba_value)
+        exists = self._attach(node, mamba_value)
+        if self.parts.events is not None:
+            self.parts.events.flush()
+        return exists
 
     def _attach(self, node: TreeNode, slot: int | None) -> bool:
         """Do `attach_state` without its checks."""

@@ -87,5 +87,5 @@ class RadixCache(PrefixCache):
         try:
             return insert_slots(self.parts, key, value, prev_prefix_len, swa_evicted_seqlen, from_node, priority)
         finally:
-            if self.parts.window is not None:
-                self.parts.window.release_replaced()
+            if self.parts.components:
+                self._end_insert()

@@ -111,7 +111,13 @@ class TriePrefixCache(BasePrefixCache):
         return InsertResult(done.prefix_len, done.last_node, False, duplicates)
 
     def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: TrieHandle, swa_evicted_seqlen: int = 0, priority: int = 0
+        self,
+        key: RadixKey,
+        starts: Starts,
+        from_node: TrieHandle,
+        swa_evicted_seqlen: int = 0,
+        priority: int = 0,
+        unnamed_from: int | None = None,
     ) -> PageInsert:
         """Insert the whole pages of `key` beyond `from_node`.
 

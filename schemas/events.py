@@ -3,12 +3,15 @@
 Full events are vLLM's: a block is a page, and the fields have the names, the order and the meaning of vLLM's, so that
 routers which read vLLM's events can read them: `event.model_dump()` is the map that vLLM sends. Hashes are the first 64
 bits, signed, of the chained SHA-256 of the page, as `hash_to_int64` gives them. Every event belongs to one namespace;
-hashes of different namespaces differ. Events are about full-attention KV: a block stays stored when its window KV or
-its state is evicted.
+hashes of different namespaces differ. A cache with a sliding window or states publishes by group, as vLLM does for such
+models: group 0 is the full-attention KV, window KV the next one, and states the last one. An event then names its
+group, and a block is stored in each group by itself. Other caches name no group.
 
 Slim events are for routers: hashes without token ids, pending pages, and the cache's load. A page stands for all tokens
-up to its end, and only pages that end at a multiple of `stride_tokens` are named. A batch is flat: the kinds of its
-events, the number of pages of each, and the hashes of all these pages, one after the other.
+up to its end, and only pages that end at a multiple of `stride_tokens` are named. A cache with a sliding window or
+states also names *ends*, whatever the stride: pages at which a match may end, of those at which one is likely to. All
+KV before an end is stored. A batch is flat: the kinds of its events, the number of pages of each, and the hashes of all
+these pages, one after the other. An event without pages may have those of the event before it: see `split`.
 
 Both travel as flat batches, packed once for all readers. With full events strides are pages, and `Blocks` are added.
 """
@@ -30,8 +33,18 @@ from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.requests import LeaseId
 from raydix.schemas.tokens import TokenIds
 
-SlimEventKind = Literal["PagesStored", "PagesRemoved", "PagesCleared", "PagesPending", "PagesNotPending", "LoadChanged"]
+SlimEventKind = Literal[
+    "PagesStored",
+    "PagesRemoved",
+    "PagesCleared",
+    "PagesPending",
+    "PagesNotPending",
+    "LoadChanged",
+    "EndStored",
+    "EndRemoved",
+]
 SLIM_EVENT_KINDS: tuple[SlimEventKind, ...] = get_args(SlimEventKind)  # a kind's place here is its byte in `kinds`
+_REPEATABLE = ("PagesStored", "PagesRemoved", "EndStored")
 _PROTOCOL = 5
 
 # ---------------------------------------------------------------- full events
@@ -109,6 +122,11 @@ class BlockStored(PydanticMessage):
     block_size: int = Field(gt=0, description="tokens of a block")
     medium: str = Field(description='where the KV is: "GPU" or "CPU"')
     namespace: str | None = Field(default=None, description="as `frame_namespace` gives it; None: the default one")
+    group_idx: int | None = Field(default=None, description="the kind of data that was stored; None: there is one kind")
+    kv_cache_spec_kind: str | None = Field(
+        default=None, description='of the group: "full_attention", "sliding_window" or "mamba"'
+    )
+    kv_cache_spec_sliding_window: int | None = Field(default=None, description="tokens of the group's window")
 
     @property
     def lora_id(self) -> None:
@@ -137,6 +155,7 @@ class BlockStored(PydanticMessage):
             "medium": self.medium,
             "lora_name": self.lora_name,
             "extra_keys": self.extra_keys,
+            **_given(self, "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
         }
 
 
@@ -145,10 +164,22 @@ class BlockRemoved(PydanticMessage):
 
     block_hashes: BlockHashes
     medium: str = Field(description='where the KV was: "GPU" or "CPU"')
+    group_idx: int | None = Field(default=None, description="the kind of data that was removed, as of `BlockStored`")
 
     @model_serializer
     def _as_vllm(self) -> dict[str, Any]:
-        return {"type": "BlockRemoved", "block_hashes": self.block_hashes.tolist(), "medium": self.medium}
+        hashes = self.block_hashes.tolist()
+        return {
+            "type": "BlockRemoved",
+            "block_hashes": hashes,
+            "medium": self.medium,
+            **_given(self, "group_idx"),
+        }
+
+
+def _given(event: BlockStored | BlockRemoved, *names: str) -> dict[str, Any]:
+    """Return the fields that are not None, as vLLM sends them."""
+    return {name: value for name in names if (value := getattr(event, name)) is not None}
 
 
 class AllBlocksCleared(PydanticMessage):
@@ -190,7 +221,8 @@ class KVEventSnapshot(PydanticMessage):
 class SlimEvent(NamedTuple):
     """One event of a slim batch.
 
-    `PagesCleared` removes every page, stored or pending. `LoadChanged` has no pages.
+    `PagesCleared` removes every page, stored or pending, and every end. `PagesRemoved` removes the ends at its pages,
+    too. `LoadChanged` has no pages.
     """
 
     kind: SlimEventKind
@@ -257,11 +289,16 @@ class SlimEventBatch(Answer):
         return tuple([SlimEvent(kind, tuple(np.frombuffer(data, "<i8").tolist())) for kind, data in self.split()])
 
     def split(self) -> Iterator[tuple[SlimEventKind, bytes]]:
-        """Yield the kind of each event, and the hashes of its pages as bytes."""
-        start = 0
-        for kind, count in zip(self.kinds, self.page_counts.tolist(), strict=True):
-            stop = start + 8 * count
-            yield SLIM_EVENT_KINDS[kind], self.hashes[start:stop]
+        """Yield the kind of each event, and the hashes of its pages as bytes.
+
+        `EndStored` without pages has the pages of the event before it. So has a full event of another group.
+        """
+        start, data = 0, b""
+        for place, count in zip(self.kinds, self.page_counts.tolist(), strict=True):
+            stop, kind = start + 8 * count, SLIM_EVENT_KINDS[place]
+            if count or kind not in _REPEATABLE:
+                data = self.hashes[start:stop]
+            yield kind, data
             start = stop
 
 
@@ -278,6 +315,7 @@ class SlimEventSnapshot(Answer):
         stored: int64, little-endian: the hashes of the stored pages, each once.
         pending: the same, of the pages that open leases will publish.
         load: of the cache.
+        ends: as `stored`, of the pages at which a match may end; None: at every page that is stored.
     """
 
     epoch: str
@@ -288,6 +326,7 @@ class SlimEventSnapshot(Answer):
     stored: bytes = field(repr=False)
     pending: bytes = field(repr=False)
     load: CacheLoad
+    ends: bytes | None = field(default=None, repr=False)
 
     @property
     def stored_hashes(self) -> NDArray[np.int64]:
@@ -299,24 +338,40 @@ class SlimEventSnapshot(Answer):
         """The hashes of the pending pages, a read-only view."""
         return np.frombuffer(self.pending, "<i8")
 
+    @property
+    def end_hashes(self) -> NDArray[np.int64] | None:
+        """The hashes of the ends, a read-only view; None: a match may end at every page that is stored."""
+        return None if self.ends is None else np.frombuffer(self.ends, "<i8")
+
 
 # ---------------------------------------------------------------- the way to the readers
 
 
+class BlockGroup(NamedTuple):
+    """A kind of data of a cache, in vLLM's words."""
+
+    kind: str  # "full_attention", "sliding_window", "mamba"
+    sliding_window: int | None = None  # tokens
+
+
 class Blocks(NamedTuple):
-    """The part of full events that slim ones lack.
+    """The part of full events that slim ones lack. An event without pages has all of these of the event before it.
 
     Attributes:
         medium: where the KV of all events is: "GPU" or "CPU".
         parents: for each event `PagesStored` the hash of the page before its first one; None: none is before it.
         token_ids: for each the ids of all its pages, as in `TokenIds.data`.
         namespaces: for each its namespace.
+        groups: the kinds of data of the cache; empty: it names none.
+        group_of: one byte for each event of any kind, its place in `groups`; empty: there are none.
     """
 
     medium: str
     parents: tuple[int | None, ...]
     token_ids: tuple[bytes, ...]
     namespaces: tuple[str | None, ...]
+    groups: tuple[BlockGroup, ...] = ()
+    group_of: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +398,11 @@ class PackedEvents(Answer):
 def pack_batch(batch: SlimEventBatch, blocks: Blocks | None = None) -> bytes:
     """Return a batch as bytes. With `blocks` it is one of full events."""
     *values, load, gap = batch._values()
-    return pickle.dumps((*values, tuple(load._values()), gap, None if blocks is None else tuple(blocks)), _PROTOCOL)
+    rows: tuple[Any, ...] | None = None
+    if blocks is not None:
+        groups = (tuple(map(tuple, blocks.groups)), blocks.group_of) if blocks.groups else ()
+        rows = (*blocks[:4], *groups)
+    return pickle.dumps((*values, tuple(load._values()), gap, rows), _PROTOCOL)
 
 
 def unpack_batch(packed: bytes, after_seq: int | None = None) -> KVEventBatch | SlimEventBatch:
@@ -359,16 +418,19 @@ def unpack_batch(packed: bytes, after_seq: int | None = None) -> KVEventBatch | 
 def _full_events(batch: SlimEventBatch, blocks: Blocks) -> tuple[KVEvent, ...]:
     stored = zip(blocks.parents, blocks.token_ids, blocks.namespaces, strict=True)
     medium, block_size = blocks.medium, batch.stride_tokens
+    groups = [BlockGroup(*group) for group in blocks.groups]
+    parent, ids, namespace = None, b"", None
     events: list[KVEvent] = []
-    for kind, data in batch.split():
+    for place, (kind, data) in enumerate(batch.split()):
         if kind == "PagesCleared":
             events.append(AllBlocksCleared())
             continue
-        hashes = BlockHashes(data)
+        hashes, group = BlockHashes(data), blocks.group_of[place] if groups else None
         if kind == "PagesRemoved":
-            events.append(BlockRemoved(block_hashes=hashes, medium=medium))
+            events.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group))
             continue
-        parent, ids, namespace = next(stored)
+        if batch.page_counts[place]:
+            parent, ids, namespace = next(stored)
         events.append(
             BlockStored(
                 block_hashes=hashes,
@@ -377,6 +439,9 @@ def _full_events(batch: SlimEventBatch, blocks: Blocks) -> tuple[KVEvent, ...]:
                 block_size=block_size,
                 medium=medium,
                 namespace=namespace,
+                group_idx=group,
+                kv_cache_spec_kind=None if group is None else groups[group].kind,
+                kv_cache_spec_sliding_window=None if group is None else groups[group].sliding_window,
             )
         )
     return tuple(events)

@@ -184,7 +184,7 @@ class CacheFeed:
 
     def _apply_snapshot(self, column: int, snapshot: SlimEventSnapshot) -> None:
         stored, pending = snapshot.stored_hashes, snapshot.pending_hashes
-        self._index.apply_snapshot(column, snapshot.epoch, snapshot.seq, stored, pending)
+        self._index.apply_snapshot(column, snapshot.epoch, snapshot.seq, stored, pending, snapshot.end_hashes)
         self._routes.note_load(column, snapshot.load, stored)
         self._routes.note_load(column, snapshot.load, pending)
         self.num_snapshots += 1

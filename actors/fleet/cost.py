@@ -54,7 +54,13 @@ def choose(candidates: Iterable[Candidate], weight: float, rng: Random | None = 
 
 
 def compared(
-    index: PageIndex, hashes: Hashes, columns: Sequence[int], num_random: int, rng: Random
+    index: PageIndex,
+    hashes: Hashes,
+    columns: Sequence[int],
+    num_random: int,
+    rng: Random,
+    pages: Hashes | None = None,
+    stride: int = 1,
 ) -> dict[int, tuple[int, int]]:
     """Return the caches to compare for a request: all up to 16; of more, a few, so that a route stays cheap.
 
@@ -64,18 +70,21 @@ def compared(
         index: the pages of the caches, and perhaps of others.
         hashes: the pages of the prompt, as `PageIndex.prefix_runs` takes them.
         columns: of the caches, in the index; at least one.
+        pages, stride: as `PageIndex.prefix_runs` takes them; None: the index has no column with ends.
 
     Returns:
-        By column, the leading pages that are stored there, and the leading pages that are stored, pending or promised.
+        By column, the leading pages that are stored there, and the leading pages that are stored, pending or promised,
+        as `PageIndex.prefix_runs` returns them.
     """
+    all_pages = () if pages is None else (pages, stride)
     if len(columns) <= MAX_ALL:
         runs = dict.fromkeys(columns, (0, 0))
-        found = index.longest_runs(hashes, 0, 0, columns)
+        found = index.longest_runs(hashes, 0, 0, columns, *all_pages)
         runs.update([(column, (stored, expected)) for column, stored, expected in found])
         return runs
     drawn = rng.sample(columns, min(num_random, len(columns)))
     num_others = index.num_columns - len(columns)  # their runs may be among the longest
-    found = index.longest_runs(hashes, NUM_LONGEST + num_others, rng.getrandbits(20), drawn)
+    found = index.longest_runs(hashes, NUM_LONGEST + num_others, rng.getrandbits(20), drawn, *all_pages)
     if num_others:
         wanted = set(columns)
         found = [run for run in found if run[0] in wanted]

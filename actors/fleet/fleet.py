@@ -185,7 +185,7 @@ class Fleet:
                 raise CacheUnavailable(f"none of the {len(among)} caches in `among` is alive: route among others")
         prompt = None if replaces is None else replaces.prompt
         # All caches may have restarted with another shape since the earlier route.
-        if prompt is None or prompt.shape != self.members.shape:
+        if prompt is None or not self.chooser.fits(prompt):
             prompt = self.chooser.prompt_of(packed, namespace)
         return self.chooser.send(prompt, columns, replaces)
 

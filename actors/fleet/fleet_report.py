@@ -13,21 +13,23 @@ def explain_route(members: FleetMembers, chooser: RouteChooser, prompt: Prompt) 
     """Return the members that a route of a prompt would compare now, the cheapest first. Nothing is counted."""
     members.routes.expire()
     comparison = chooser.compare(prompt, members.columns)
-    stride, weight = prompt.shape.stride_tokens, chooser.config.weight
+    weight = chooser.config.weight
     rows = []
     for candidate in comparison.candidates:
         stored, expected = comparison.runs[candidate.cache]
         row = RouteCandidate(
             cache=members.by_column[candidate.cache].name,
-            prefix_len=stored * stride,
-            promised_len=expected * stride,
+            prefix_len=stored,
+            promised_len=expected,
             uncached_tokens=int(candidate.uncached),
             pending_tokens=int(candidate.pending),
             cost=cost(candidate, weight),
         )
         rows.append(row)
     rows.sort(key=lambda row: (row.cost, row.cache))
-    return RouteExplanation(num_tokens=prompt.num_tokens, stride_tokens=stride, weight=weight, candidates=tuple(rows))
+    return RouteExplanation(
+        num_tokens=prompt.num_tokens, stride_tokens=prompt.shape.stride_tokens, weight=weight, candidates=tuple(rows)
+    )
 
 
 def fleet_stats(members: FleetMembers, chooser: RouteChooser) -> FleetStats:

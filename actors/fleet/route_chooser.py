@@ -7,6 +7,8 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+
 from raydix.actors.fleet.cost import Candidate, choose, compared, cost
 from raydix.actors.fleet.fleet_member import FleetMember
 from raydix.actors.fleet.members import FleetMembers
@@ -17,7 +19,7 @@ from raydix.cache_core.fleet_index.page_hashes import Hashes
 from raydix.schemas import RouteConfig, TokenIds
 
 Runs = dict[int, tuple[int, int]]
-"""Column -> leading pages of a prompt that are stored there, and that are stored, pending or promised there."""
+"""Column -> leading tokens of a prompt that are stored there, and that are stored, pending or promised there."""
 
 
 class Prompt(NamedTuple):
@@ -26,6 +28,17 @@ class Prompt(NamedTuple):
     num_tokens: int
     hashes: Hashes  # the hash of each page that ends a stride
     shape: PageShape  # the shape by which it was hashed
+    pages: Hashes | None  # the hash of each page; None: no cache had ends
+
+    @property
+    def stride(self) -> int:
+        """The pages of a stride that a look-up counts: one if it has no pages."""
+        return 1 if self.pages is None else self.shape.stride_tokens // self.shape.page_size
+
+    @property
+    def unit(self) -> int:
+        """The tokens of a page in the result of a look-up."""
+        return self.shape.stride_tokens if self.pages is None else self.shape.page_size
 
 
 class Comparison(NamedTuple):
@@ -33,7 +46,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         candidates: in no order.
-        runs: of the candidates; a member with several ranks has the pages that all its ranks hold.
+        runs: of the candidates; a member with several ranks has the tokens that all its ranks hold.
         rank_runs: of each rank, for candidates with several ranks.
     """
 
@@ -69,8 +82,16 @@ class RouteChooser:
         shape = self._members.shape
         assert shape is not None, "a cache is alive, so its shape is known"
         key = RadixKey.from_packed(packed.data, packed.width, namespace)
-        hashes = page_hashes(key, shape.page_size, shape.stride_tokens, namespace, shape.bigram)
-        return Prompt(len(packed), hashes, shape)
+        if not self._index.has_ends:
+            hashes = page_hashes(key, shape.page_size, shape.stride_tokens, namespace, shape.bigram)
+            return Prompt(len(packed), hashes, shape, None)
+        pages = page_hashes(key, shape.page_size, None, namespace, shape.bigram)
+        stride = shape.stride_tokens // shape.page_size
+        return Prompt(len(packed), np.ascontiguousarray(pages[stride - 1 :: stride]), shape, pages)
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Return whether a prompt was hashed as the members need it now."""
+        return prompt.shape == self._members.shape and (prompt.pages is not None or not self._index.has_ends)
 
     def send(self, prompt: Prompt, columns: Sequence[int] = (), replaces: Route | None = None) -> Route:
         """Choose a member, and count the request there, in one step.
@@ -84,7 +105,6 @@ class RouteChooser:
         comparison = self.compare(prompt, columns or members.columns)
         best = choose(comparison.candidates, weight, self._rng)
         stored, expected = comparison.runs[best.cache]
-        stride = prompt.shape.stride_tokens
         member = members.by_column[best.cache]
         member.num_routes += 1
         if replaces is None:
@@ -93,8 +113,8 @@ class RouteChooser:
             earlier.num_routes -= 1
         return Route(
             member.name,
-            prefix_len=stored * stride,
-            promised_len=expected * stride,
+            prefix_len=stored,
+            promised_len=expected,
             uncached_tokens=int(best.uncached),
             pending_tokens=int(best.pending),
             rank_others=partial(_names_of_others, comparison.candidates, best, weight, members.by_column),
@@ -106,12 +126,13 @@ class RouteChooser:
 
     def compare(self, prompt: Prompt, columns: Sequence[int]) -> Comparison:
         """Return the candidates among the members with the given columns."""
-        runs = compared(self._index, prompt.hashes, columns, self.config.num_random, self._rng)
-        rank_runs = self._lower_to_least(prompt.hashes, runs) if self._members.ranks else {}
-        num_tokens, stride, pending = prompt.num_tokens, prompt.shape.stride_tokens, self.pending
+        unit, num_random = prompt.unit, self.config.num_random
+        found = compared(self._index, prompt.hashes, columns, num_random, self._rng, prompt.pages, prompt.stride)
+        runs = {column: (stored * unit, expected * unit) for column, (stored, expected) in found.items()}
+        rank_runs = self._lower_to_least(prompt, runs) if self._members.ranks else {}
+        num_tokens, pending = prompt.num_tokens, self.pending
         candidates = [
-            Candidate(column, pending(column), max(0, num_tokens - expected * stride))
-            for column, (_, expected) in runs.items()
+            Candidate(column, pending(column), max(0, num_tokens - expected)) for column, (_, expected) in runs.items()
         ]
         return Comparison(candidates, runs, rank_runs)
 
@@ -122,18 +143,19 @@ class RouteChooser:
             return max(map(self._routes.pending, ranks[column]))
         return self._routes.pending(column)
 
-    def _lower_to_least(self, hashes: Hashes, runs: Runs) -> Runs:
-        """Replace the pages that a member's first rank holds by the pages that all its ranks hold.
+    def _lower_to_least(self, prompt: Prompt, runs: Runs) -> Runs:
+        """Replace the tokens that a member's first rank holds by the tokens that all its ranks hold.
 
         Returns:
-            The pages that each rank holds.
+            The tokens that each rank holds.
         """
         ranks = self._members.ranks
         several = ranks.keys() & runs.keys()
         columns = [column for first in several for column in ranks[first]]
         rank_runs = dict.fromkeys(columns, (0, 0))
-        for column, stored, expected in self._index.longest_runs(hashes, 0, 0, columns):
-            rank_runs[column] = stored, expected
+        pages = () if prompt.pages is None else (prompt.pages, prompt.stride)
+        for column, stored, expected in self._index.longest_runs(prompt.hashes, 0, 0, columns, *pages):
+            rank_runs[column] = stored * prompt.unit, expected * prompt.unit
         for first in several:
             all_stored, all_expected = zip(*(rank_runs[column] for column in ranks[first]), strict=True)
             runs[first] = min(all_stored), min(all_expected)
@@ -142,10 +164,11 @@ class RouteChooser:
     def _count(self, prompt: Prompt, best: Candidate, comparison: Comparison) -> Callable[[bool], None]:
         """Count a request at a candidate, at each of its ranks; return the function that ends it there."""
         column, hashes, uncached = best.cache, prompt.hashes, int(best.uncached)
+        stride = prompt.shape.stride_tokens
         add, ranks = self._routes.add, self._members.ranks
         if column not in ranks:
-            return add(column, hashes, comparison.runs[column][1], uncached)
-        ends = [add(rank, hashes, comparison.rank_runs[rank][1], uncached) for rank in ranks[column]]
+            return add(column, hashes, comparison.runs[column][1] // stride, uncached)
+        ends = [add(rank, hashes, comparison.rank_runs[rank][1] // stride, uncached) for rank in ranks[column]]
 
         def end(computed: bool) -> None:
             for end_at_rank in ends:

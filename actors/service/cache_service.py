@@ -83,6 +83,7 @@ from raydix.schemas import (
     StaleEpoch,
     WaitRequest,
 )
+from raydix.schemas.events import BlockGroup
 from raydix.schemas.message import Malformed
 
 _DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
@@ -144,7 +145,7 @@ class CacheService:
             self.feed = EventFeed(epoch, config.page_size, None, config.stride_tokens, config.bigram, self._load)
             self.core.publish_slim_events_to(self.feed, config.stride_tokens // config.page_size)
         elif config.events:
-            self.feed = EventFeed(epoch, config.page_size, medium)
+            self.feed = EventFeed(epoch, config.page_size, medium, groups=_groups_of(config))
             self.core.publish_events_to(self.feed)
 
         self.core.use_clock(clock)
@@ -459,3 +460,13 @@ class CacheService:
             **core_stats(self.core),
         )
         return stats if self.ghost is None else stats.model_copy(update={"ghost": self.ghost.stats(stats.hit_rate)})
+
+
+def _groups_of(config: CacheConfig) -> tuple[BlockGroup, ...]:
+    """Return the kinds of data of a cache that full events name, as `GroupEvents` numbers them; empty: there is one."""
+    groups = [BlockGroup("full_attention")]
+    if config.sliding_window_size is not None:
+        groups.append(BlockGroup("sliding_window", config.sliding_window_size))
+    if config.kind == "mamba":
+        groups.append(BlockGroup("mamba"))
+    return tuple(groups) if len(groups) > 1 else ()

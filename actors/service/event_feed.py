@@ -12,7 +12,7 @@ import numpy as np
 
 from raydix.cache_core.tree.page_events import Hashes, PageRun
 from raydix.schemas import CacheLoad, PackedEvents, SlimEventBatch, SlimEventSnapshot, TokenIds
-from raydix.schemas.events import SLIM_EVENT_KINDS, Blocks, pack_batch
+from raydix.schemas.events import SLIM_EVENT_KINDS, BlockGroup, Blocks, pack_batch
 
 MAX_EVENTS = 10_000  # full events that are kept
 MAX_BYTES, MAX_SLIM_BYTES = 64 * 2**20, 16 * 2**20  # packed batches that are kept
@@ -20,13 +20,13 @@ MAX_BATCH_EVENTS = 1_000
 MAX_BATCH_BYTES = 2**17  # hashes and token ids
 MAX_ANSWER_BYTES = 2**20  # one batch is sent in any case
 LINGER_S = 0.02  # a new batch of slim events waits so long for more
-_STORED, _REMOVED, _CLEARED, _PENDING, _NOT_PENDING, _LOAD_CHANGED = (
+_STORED, _REMOVED, _CLEARED, _PENDING, _NOT_PENDING, _LOAD_CHANGED, _END_STORED, _END_REMOVED = (
     bytes((place,)) for place in range(len(SLIM_EVENT_KINDS))
 )
 _NO_PAGES = np.empty(0, np.int64)
 
 
-_Event = tuple[bytes, Hashes, PageRun | None]  # kind, pages, and of `PagesStored` the run
+_Event = tuple[bytes, Hashes, PageRun | None, int | None]  # kind, pages, of `PagesStored` the run, and the group
 
 
 class _Batch(NamedTuple):
@@ -51,6 +51,7 @@ class EventFeed:
         stride_tokens: of slim events.
         bigram: the cache's keys are pairs of neighbouring tokens.
         load: returns the cache's load, for slim events.
+        groups: the kinds of data that full events are about; empty: they name none.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class EventFeed:
         stride_tokens: int | None = None,
         bigram: bool = False,
         load: Callable[[], CacheLoad] = CacheLoad,
+        groups: tuple[BlockGroup, ...] = (),
     ) -> None:
         self._epoch = epoch
         self._page_size = page_size
@@ -68,6 +70,7 @@ class EventFeed:
         self._stride_tokens = stride_tokens or page_size
         self._bigram = bigram
         self._load = load
+        self._groups = groups
         self._max_events = MAX_EVENTS if medium else sys.maxsize
         self._max_bytes = MAX_BYTES if medium else MAX_SLIM_BYTES
         self._linger_s = 0.0 if medium else LINGER_S
@@ -87,11 +90,25 @@ class EventFeed:
 
     def stored(self, run: PageRun) -> None:
         """Publish that pages can be matched from now on."""
-        self._add(_STORED, run.hashes, run)
+        self._add(_STORED, run.hashes, run, run.group)
 
-    def removed(self, hashes: Hashes) -> None:
-        """Publish that pages are gone."""
-        self._add(_REMOVED, hashes)
+    def removed(self, hashes: Hashes, group: int | None = None) -> None:
+        """Publish that pages are gone, from one group if the events name groups."""
+        self._add(_REMOVED, hashes, None, group)
+
+    def stored_as_ends(self, run: PageRun) -> None:
+        """Publish that pages are stored, and that a match may end at each."""
+        self._events.append((_STORED, run.hashes, run, None))
+        self._num_pages += len(run.hashes)
+        self._add(_END_STORED, _NO_PAGES)
+
+    def ends_stored(self, hashes: Hashes) -> None:
+        """Publish that a match may end at pages."""
+        self._add(_END_STORED, hashes)
+
+    def ends_removed(self, hashes: Hashes) -> None:
+        """Publish that no match may end at pages any more."""
+        self._add(_END_REMOVED, hashes)
 
     def cleared(self) -> None:
         """Publish that all pages are gone."""
@@ -105,8 +122,8 @@ class EventFeed:
         """Publish that no open lease will publish these pages any more."""
         self._add(_NOT_PENDING, hashes)
 
-    def _add(self, kind: bytes, hashes: Hashes, run: PageRun | None = None) -> None:
-        self._events.append((kind, hashes, run))
+    def _add(self, kind: bytes, hashes: Hashes, run: PageRun | None = None, group: int | None = None) -> None:
+        self._events.append((kind, hashes, run, group))
         self._num_pages += len(hashes)
         if self._num_pages >= self._max_pages or len(self._events) >= MAX_BATCH_EVENTS:
             self._seal()
@@ -147,7 +164,7 @@ class EventFeed:
         """Make a batch of the events since the last one, and of the load if it has changed. None if nothing has."""
         load = self._load()
         if load != self._sent_load:
-            self._events.append((_LOAD_CHANGED, _NO_PAGES, None))
+            self._events.append((_LOAD_CHANGED, _NO_PAGES, None, None))
         if not self._events:
             return
         events, self._events, self._num_pages, self._sent_load = self._events, [], 0, load
@@ -164,16 +181,20 @@ class EventFeed:
 
     def _pack(self, events: list[_Event], seq: int, load: CacheLoad, gap: bool = False) -> bytes:
         """Return a batch that ends with number `seq`."""
-        kinds = b"".join([kind for kind, _, _ in events])
-        counts = np.array([len(hashes) for _, hashes, _ in events], "<i4").tobytes()
-        pages = _joined([hashes for _, hashes, _ in events])
+        if self._groups:
+            events = _without_repeats(events)
+        kinds = b"".join([kind for kind, _, _, _ in events])
+        counts = np.array([len(hashes) for _, hashes, _, _ in events], "<i4").tobytes()
+        pages = _joined([hashes for _, hashes, _, _ in events])
         batch = SlimEventBatch(self._epoch, seq, self._stride_tokens, kinds, counts, pages, load, gap)
         if self._medium is None:
             return pack_batch(batch)
-        runs = [run for _, _, run in events if run is not None]
+        runs = [run for _, _, run, _ in events if run is not None]
         parents = tuple([run.parent_hash for run in runs])
         token_ids = tuple([TokenIds.pack(run.token_ids).data for run in runs])
-        return pack_batch(batch, Blocks(self._medium, parents, token_ids, tuple([run.extra_key for run in runs])))
+        namespaces = tuple([run.extra_key for run in runs])
+        group_of = bytes([group or 0 for _, _, _, group in events]) if self._groups else b""
+        return pack_batch(batch, Blocks(self._medium, parents, token_ids, namespaces, self._groups, group_of))
 
     def batches_after(self, after_seq: int) -> PackedEvents:
         """Return the batches with the events after number `after_seq`, as many as fit; none without later events."""
@@ -200,16 +221,19 @@ class EventFeed:
             await asyncio.sleep(self._linger_s)
         return self.batches_after(after_seq)
 
-    def snapshot(self, runs: Iterable[PageRun], pending: Hashes = _NO_PAGES) -> PackedEvents | SlimEventSnapshot:
+    def snapshot(
+        self, runs: Iterable[PageRun], pending: Hashes = _NO_PAGES, ends: Hashes | None = None
+    ) -> PackedEvents | SlimEventSnapshot:
         """Return a reader's starting point: of full events a batch.
 
         Args:
             runs: all pages that are cached now and have events, parents before children.
             pending: the pages that are pending now.
+            ends: the pages at which a match may end; None: at every page.
         """
         load = self._load()
         if self._medium:
-            stored: list[_Event] = [(_STORED, run.hashes, run) for run in runs]
+            stored: list[_Event] = [(_STORED, run.hashes, run, run.group) for run in runs]
             return PackedEvents((self._pack(stored, self.seq, load),))
         return SlimEventSnapshot(
             self._epoch,
@@ -220,12 +244,26 @@ class EventFeed:
             _joined([run.hashes for run in runs]),
             _joined([pending]),
             load,
+            None if ends is None else _joined([ends]),
         )
 
     def close(self) -> None:
         """End every wait, and let none begin."""
         self._closed = True
         self.wake()
+
+
+def _without_repeats(events: list[_Event]) -> list[_Event]:
+    """Return events without pages that the event of another group before them has: they are packed once."""
+    packed: list[_Event] = []
+    before: tuple[bytes, Hashes] = (b"", _NO_PAGES)
+    for kind, hashes, run, group in events:
+        is_repeat = (
+            (kind, len(hashes)) == (before[0], len(before[1])) and len(hashes) and bool((hashes == before[1]).all())
+        )
+        packed.append((kind, _NO_PAGES, None, group) if is_repeat else (kind, hashes, run, group))
+        before = kind, hashes
+    return packed
 
 
 def _joined(pages: list[Hashes]) -> bytes:

@@ -268,7 +268,8 @@ class RequestHandlers:
     ) -> PackedEvents | SlimEventSnapshot | InvalidRequest:
         if self._feed is None:
             return InvalidRequest(NO_EVENTS)
-        return self._feed.snapshot(self._core.resident_pages(), self._core.pending_pages())
+        core = self._core
+        return self._feed.snapshot(core.resident_pages(), core.pending_pages(), core.usable_ends())
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
         self._core.check_invariants()

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.explanation import Reason
 from raydix.cache_core.tree.tree_node import TreeNode
+
+
+class DataObserver(Protocol):
+    """Is notified of data that comes to nodes of a tree and leaves them. It must not use the tree."""
+
+    def gained(self, component: Component, node: TreeNode) -> None:
+        """A node has got the data of a component, but not by `Component.add`."""
+
+    def lost(self, component: Component, node: TreeNode) -> None:
+        """A node has lost the data of a component. It may leave the tree in this step."""
 
 
 class Component(ABC):
@@ -18,6 +28,7 @@ class Component(ABC):
         evictable: the amount without a lock, in the component's own unit.
         protected: the locked amount.
         num_freed: the amount dropped since the start.
+        observer: is notified of data that comes to nodes and leaves them; None: there is none.
         reason: of a match that ends because the component's data is missing.
     """
 
@@ -26,6 +37,7 @@ class Component(ABC):
     evictable = 0
     protected = 0
     num_freed = 0
+    observer: DataObserver | None = None
 
     @abstractmethod
     def usable(self, path: Sequence[TreeNode], end: int, count: int) -> int:

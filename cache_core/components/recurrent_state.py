@@ -79,6 +79,8 @@ class RecurrentState(Component):
         else:
             self.evictable += 1
             self._queue.push(holder)
+        if self.observer is not None:
+            self.observer.gained(self, node)
 
     def pop_victim(self) -> TreeNode | None:
         """Take out the node with the least recently used state without a lock; None if there is none."""
@@ -139,6 +141,8 @@ class RecurrentState(Component):
         holder.mamba_value = None
         self._held.remove(slot)
         self._dropped.append(slot)
+        if self.observer is not None:
+            self.observer.lost(self, holder)
 
     def clear(self) -> None:
         """Forget everything."""

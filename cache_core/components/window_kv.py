@@ -197,6 +197,8 @@ class WindowKV(Component):
         else:
             self.evictable += len(node)
         self._queue.push(node)
+        if self.observer is not None:
+            self.observer.gained(self, node)
 
     def drop(self, node: TreeNode) -> None:
         """Make a tombstone of a live node that no window lock holds."""
@@ -208,6 +210,8 @@ class WindowKV(Component):
         self.evictable -= num_tokens
         self.num_freed += num_tokens
         self._dropped.add(node, node.slots, num_tokens)
+        if self.observer is not None:
+            self.observer.lost(self, node)
 
     def release_dropped(self) -> None:
         """Free the window halves of new tombstones, in one call."""
@@ -252,6 +256,8 @@ class WindowKV(Component):
             self.evictable -= len(leaf)
             self.num_freed += len(leaf)
             leaf.swa_tombstone = True
+            if self.observer is not None:
+                self.observer.lost(self, leaf)
 
     def lock(self, node: TreeNode) -> WindowReceipt:
         """Lock the tail up to `node`, tombstones counted by position."""

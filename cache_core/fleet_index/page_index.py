@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydix.cache_core.fleet_index.page_hashes import Hashes
-from raydix.cache_core.kernels import COMPILED, NOTE, PENDING, PROMISED, STORED, PageTable
+from raydix.cache_core.kernels import COMPILED, NOTE, PENDING, PROMISED, REMOVE_END, STORE_END, STORED, PageTable
 
 _ALL = -1
 _CELLS_A_PAGE = 8  # cells of the table to free of dead entries for each page that comes
@@ -45,6 +45,9 @@ class PageIndex:
     sent there; or more than one of the three. A pending page belongs to a granted lease and will be published. All
     caches of an index must have the same page size and stride: a page stands for the tokens up to the end of a stride.
 
+    A column may have *ends*, which name pages of any place: a match may end there, and nowhere else. Other columns have
+    none, and a match may end at every page.
+
     The index is a hint. Synchronous; not thread-safe. Every call is atomic.
 
     Rules, which `check_invariants` verifies:
@@ -61,10 +64,14 @@ class PageIndex:
 
     # ---------------------------------------------------------------- columns
 
-    def add_column(self) -> int:
-        """Return the number of a new column, without pages. Numbers of dropped columns are given again."""
+    def add_column(self, has_ends: bool = False) -> int:
+        """Return the number of a new column, without pages. Numbers of dropped columns are given again.
+
+        Args:
+            has_ends: the column has ends. A snapshot replaces this, and the first event of an end makes it True.
+        """
         column = self._free.pop() if self._free else len(self._columns)
-        entry = _Column(self._table.new_id(column))
+        entry = _Column(self._table.new_id(column, has_ends))
         if column == len(self._columns):
             self._columns.append(entry)
         else:
@@ -86,6 +93,11 @@ class PageIndex:
     def num_columns(self) -> int:
         """The number of columns."""
         return len(self._columns) - len(self._free)
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether any column has ends: then lookups need `pages`."""
+        return bool(self._table.has_ends)
 
     def _column(self, column: int) -> _Column:
         entry = self._columns[column] if 0 <= column < len(self._columns) else None
@@ -113,8 +125,9 @@ class PageIndex:
             column: the cache.
             epoch: the life of the cache that the numbers belong to.
             seq: the number of the last event.
-            kinds: one byte an event: 0 pages stored, 1 removed, 2 all pages gone, 3 pending, 4 not pending, 5 none.
-            counts: the number of pages of each event.
+            kinds: one byte an event: 0 pages stored, 1 removed, with their ends, 2 all pages gone, 3 pending, 4 not
+                pending, 5 none, 6 ends stored, 7 ends removed.
+            counts: the number of pages of each event; 0 of ends stored: the pages of the event before them.
             hashes: the pages of all events, event after event.
 
         Returns:
@@ -137,7 +150,15 @@ class PageIndex:
         self._table.purge(_CELLS_A_PAGE * len(hashes) + 1)
         return Applied.DONE
 
-    def apply_snapshot(self, column: int, epoch: str, seq: int, stored: Hashes, pending: Hashes = _NO_PAGES) -> bool:
+    def apply_snapshot(
+        self,
+        column: int,
+        epoch: str,
+        seq: int,
+        stored: Hashes,
+        pending: Hashes = _NO_PAGES,
+        ends: Hashes | None = None,
+    ) -> bool:
         """Replace a cache's pages by a snapshot's. Promises stay if the epoch does.
 
         Args:
@@ -146,6 +167,7 @@ class PageIndex:
             seq: the number of the last event that it includes.
             stored: the hashes of the stored pages.
             pending: the hashes of the pending ones.
+            ends: the hashes of the pages at which a match may end; None: the column has no ends.
 
         Returns:
             Whether it was taken. False: later events of this epoch have been applied, and nothing has changed.
@@ -159,15 +181,18 @@ class PageIndex:
         if epoch == entry.epoch and seq < entry.seq:
             return False
         stored, pending = _keys(stored), _keys(pending)
+        end_keys = None if ends is None else _keys(ends)
         self._table.end_id(entry.holder)
-        entry.holder = self._table.new_id(column)
+        entry.holder = self._table.new_id(column, ends is not None)
         if epoch != entry.epoch:
             entry.promises.clear()
         entry.epoch, entry.seq = epoch, seq
         self._table.add(entry.holder, STORED, stored)
         self._table.add(entry.holder, PENDING, pending)
+        if end_keys is not None:
+            self._table.add_ends(entry.holder, end_keys)
         self._mark_promises(entry)
-        self._table.purge(_CELLS_A_PAGE * (len(stored) + len(pending)) + 1)
+        self._table.purge(_CELLS_A_PAGE * (len(stored) + len(pending) + (0 if end_keys is None else len(end_keys))) + 1)
         return True
 
     # ---------------------------------------------------------------- promises
@@ -188,20 +213,30 @@ class PageIndex:
 
     # ---------------------------------------------------------------- lookups
 
-    def prefix_runs(self, hashes: Hashes) -> list[tuple[int, int, int]]:
+    def prefix_runs(self, hashes: Hashes, pages: Hashes = _NO_PAGES, stride: int = 1) -> list[tuple[int, int, int]]:
         """Return (column, stored, expected) of each cache that holds the first page, in any order.
 
         Args:
-            hashes: the pages of a prompt, as `page_hashes` returns them.
+            hashes: the pages of a prompt, as `page_hashes` returns them: those that end strides.
+            pages: all pages of the prompt; needed for columns with ends, which have nothing stored without them.
+            stride: pages of a stride. The result counts so many pages for each of `hashes`.
 
         Returns:
             `stored` is the number of leading pages that are stored there, `expected` of leading pages that are
-            stored, pending or promised. `stored` may be 0.
+            stored, pending or promised. `stored` may be 0. For a column with ends `stored` is its deepest end in
+            the prompt, at most one stride above its stored pages, and so is `expected`, unless pages beyond the
+            stored ones are pending or promised.
         """
-        return self._table.runs(_keys(hashes), _ALL, 0, [])
+        return self._table.runs(_keys(hashes), _ALL, 0, [], _keys(pages), index(stride))
 
     def longest_runs(
-        self, hashes: Hashes, count: int, offset: int = 0, also: Sequence[int] = ()
+        self,
+        hashes: Hashes,
+        count: int,
+        offset: int = 0,
+        also: Sequence[int] = (),
+        pages: Hashes = _NO_PAGES,
+        stride: int = 1,
     ) -> list[tuple[int, int, int]]:
         """Return at most `count` of `prefix_runs`: the runs with most expected pages, in descending order.
 
@@ -210,13 +245,15 @@ class PageIndex:
             count: the number of columns wanted.
             offset: which of several columns with equal runs are returned; a random number spreads them. At least 0.
             also: further columns; their runs follow, if they are not returned already.
+            pages, stride: as in `prefix_runs`.
 
         Raises:
             ValueError: `count` or `offset` is negative, or there is no such column.
         """
         if count < 0 or offset < 0:
             raise ValueError(f"count and offset must be at least 0, not {count} and {offset}")
-        return self._table.runs(_keys(hashes), count, offset, [self._column(column).holder for column in also])
+        holders = [self._column(column).holder for column in also]
+        return self._table.runs(_keys(hashes), count, offset, holders, _keys(pages), index(stride))
 
     def holders(self, page: int) -> dict[int, set[str]]:
         """Return the columns that hold a page, each with how: "stored", "pending", "promised"."""
@@ -227,7 +264,10 @@ class PageIndex:
         }
 
     def pages(self, column: int) -> tuple[set[int], set[int], set[int]]:
-        """Return the stored, the pending and the promised pages of a column. O(index)."""
+        """Return the stored, the pending and the promised pages of a column. O(index).
+
+        An end is among the stored ones, under its own key: the hash of its page, and `kernels.END`, combined by xor.
+        """
         holder = self._column(column).holder
         stored, pending, promised = (set(self._table.pages(holder, mark)) for mark in (STORED, PENDING, PROMISED))
         return stored, pending, promised
@@ -276,4 +316,4 @@ def _described(numbers: Any) -> str:
     return f"{'an iterable: ' if isinstance(numbers, Iterable) else ''}{type(numbers).__name__}"
 
 
-assert NOTE == 5, "the kinds of events in `PageIndex.apply` are the table's"
+assert (NOTE, STORE_END, REMOVE_END) == (5, 6, 7), "the kinds of events in `PageIndex.apply` are the table's"

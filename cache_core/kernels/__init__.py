@@ -51,7 +51,16 @@ if not COMPILED:  # An import from this folder must find sources alone.
 from raydix.cache_core.kernels.packed_slots import expand, is_row, join, pack_slots  # noqa: E402
 from raydix.cache_core.kernels.page_lists import free_pages  # noqa: E402
 from raydix.cache_core.kernels.page_memory import PageMemory  # noqa: E402
-from raydix.cache_core.kernels.page_table import NOTE, PENDING, PROMISED, STORED, PageTable  # noqa: E402
+from raydix.cache_core.kernels.page_table import (  # noqa: E402
+    END,
+    NOTE,
+    PENDING,
+    PROMISED,
+    REMOVE_END,
+    STORE_END,
+    STORED,
+    PageTable,
+)
 from raydix.cache_core.kernels.tree import (  # noqa: E402
     Children,
     Key,
@@ -77,6 +86,7 @@ __all__ = [
     "COMPILED",
     "CORE",
     "Children",
+    "END",
     "Key",
     "LockAccounting",
     "NOTE",
@@ -85,8 +95,10 @@ __all__ = [
     "PROMISED",
     "PageMemory",
     "PageTable",
+    "REMOVE_END",
     "RankedQueue",
     "STORED",
+    "STORE_END",
     "TwoRankedQueues",
     "Victims",
     "add_leaf",

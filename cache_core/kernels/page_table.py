@@ -4,6 +4,9 @@ A page is held under an id, one for each life of a column: after a drop the colu
 takes no walk over the pages. An entry is an id and its marks. Entries of ids without a column are dead: lookups skip
 them, and a rebuild of their part of the table removes them.
 
+An id may have *ends*: pages at which a match may end, and at no others. An end has a cell of its own, under the page's
+hash mixed with a constant, and is marked as stored there. A lookup counts a column with ends up to its deepest end.
+
 The table has 256 parts, so that a rebuild takes a short time. A part is a hash table with linear probing (Knuth, The
 Art of Computer Programming 3, section 6.4, algorithms L and R): 8 bytes a cell for the hash, and 4 for the entry of the
 only holder, or for the place of a row with the entries of all of them.
@@ -17,7 +20,9 @@ from typing import Any
 import cython
 
 STORED, PENDING, PROMISED = 1, 2, 4  # marks of an entry
-STORE, REMOVE, CLEAR, PEND, UNPEND, NOTE = range(6)  # the kinds of changes; a note changes nothing
+# The kinds of changes. A note changes nothing.
+STORE, REMOVE, CLEAR, PEND, UNPEND, NOTE, STORE_END, REMOVE_END = range(8)
+END = 0x5851F42D4C957F2D  # A page's hash and this number, combined by exclusive or, are the key of the page's end.
 MAX_IDS = 2**28
 
 _STORE = cython.declare(cython.int, STORE)
@@ -25,6 +30,10 @@ _REMOVE = cython.declare(cython.int, REMOVE)
 _CLEAR = cython.declare(cython.int, CLEAR)
 _PEND = cython.declare(cython.int, PEND)
 _UNPEND = cython.declare(cython.int, UNPEND)
+_NOTE = cython.declare(cython.int, NOTE)
+_STORE_END = cython.declare(cython.int, STORE_END)
+_REMOVE_END = cython.declare(cython.int, REMOVE_END)
+_END = cython.declare(cython.longlong, END)
 _NUM_PARTS = cython.declare(cython.Py_ssize_t, 256)
 _FACTOR = cython.declare(cython.ulonglong, 0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio
 _ALL_BITS = cython.declare(cython.ulonglong, 2**64 - 1)
@@ -41,20 +50,23 @@ def _mixed(key: cython.longlong) -> cython.ulonglong:
 
 @cython.cclass
 class _Ids:
-    """The ids, the column and the number of entries of each, and the lengths of a lookup's runs."""
+    """The ids, the column, the entries and the ends of each, and the lengths of a lookup's runs."""
 
     columns: cython.sint[::1]  # id -> column; -1: the id has no column, so its entries are dead
     counts: cython.slonglong[::1]  # id -> number of entries
+    num_ends: cython.slonglong[::1]  # id -> number of entries that are ends; -1: the id has pages alone
     stored: cython.sint[::1]  # id -> leading pages that are stored, in a lookup; else 0
     expected: cython.sint[::1]  # the same for pages with any mark
+    ends: cython.sint[::1]  # the deepest end found in a lookup, in pages; else 0
     found: cython.sint[::1]  # the ids of a lookup
     num_ids: cython.Py_ssize_t  # given so far; below it are all ids
     free: list[Any]  # ids without a column and without entries
     num_entries: cython.Py_ssize_t  # dead ones included
     num_dead: cython.Py_ssize_t
+    num_with_ends: cython.Py_ssize_t  # ids with a column and with ends, or none yet
 
     def __init__(self) -> None:
-        self.num_ids = self.num_entries = self.num_dead = 0
+        self.num_ids = self.num_entries = self.num_dead = self.num_with_ends = 0
         self.free = []
         self._resize(16)
 
@@ -62,19 +74,23 @@ class _Ids:
     def _resize(self, size: cython.Py_ssize_t) -> Any:
         columns: cython.sint[::1] = array("i", bytes(4 * size))
         counts: cython.slonglong[::1] = array("q", bytes(8 * size))
+        num_ends: cython.slonglong[::1] = array("q", bytes(8 * size))
         i: cython.Py_ssize_t
         for i in range(self.num_ids):
             columns[i] = self.columns[i]
             counts[i] = self.counts[i]
+            num_ends[i] = self.num_ends[i]
         self.columns = columns
         self.counts = counts
+        self.num_ends = num_ends
         self.stored = array("i", bytes(4 * size))
         self.expected = array("i", bytes(4 * size))
+        self.ends = array("i", bytes(4 * size))
         self.found = array("i", bytes(4 * size))
 
     @cython.cfunc
-    def _new(self, column: cython.int) -> cython.Py_ssize_t:
-        """Return an id for a column."""
+    def _new(self, column: cython.int, has_ends: cython.bint) -> cython.Py_ssize_t:
+        """Return an id for a column, with ends or without."""
         new: cython.Py_ssize_t
         if self.free:
             new = self.free.pop()
@@ -86,12 +102,15 @@ class _Ids:
             new = self.num_ids
             self.num_ids += 1
         self.columns[new] = column
+        self.num_ends[new] = 0 if has_ends else -1
+        self.num_with_ends += has_ends
         return new
 
     @cython.cfunc
     def _end(self, old: cython.Py_ssize_t) -> Any:
         """Take an id from its column: its entries are dead from now on."""
         self.columns[old] = -1
+        self.num_with_ends -= self.num_ends[old] >= 0
         self.num_dead += self.counts[old]
         if self.counts[old] == 0:
             self.free.append(old)
@@ -411,17 +430,22 @@ class PageTable:
     @property
     def num_bytes(self) -> int:
         """Return the memory of the table, in bytes."""
-        size: cython.Py_ssize_t = 24 * len(self._ids.columns)
+        size: cython.Py_ssize_t = 36 * len(self._ids.columns)
         part: _Part
         for part in self._parts:
             size += 12 * (part.mask + 1) + 4 * len(part.rows) + 4 * _NUM_SIZES + 512
         return size
 
-    def new_id(self, column: cython.int, /) -> int:
-        """Return an id for a column that has none."""
+    @property
+    def has_ends(self) -> bool:
+        """Whether any column has ends, or none yet."""
+        return self._ids.num_with_ends > 0
+
+    def new_id(self, column: cython.int, has_ends: cython.bint = False, /) -> int:
+        """Return an id for a column that has none. With ends, a match may end there alone."""
         if column < 0:
             raise ValueError(f"a column has a number from 0, not {column}")
-        return self._ids._new(column)
+        return self._ids._new(column, has_ends)
 
     def end_id(self, holder: cython.int, /) -> None:
         """Drop all pages of an id. O(1)."""
@@ -429,10 +453,17 @@ class PageTable:
         self._ids._end(holder)
 
     def num_held(self, holder: cython.int, /) -> int:
-        """Return the number of pages of an id."""
+        """Return the number of pages of an id, without its ends."""
         self._check(holder)
-        count: cython.Py_ssize_t = self._ids.counts[holder]
+        count: cython.Py_ssize_t = self._ids.counts[holder] - max(0, self._ids.num_ends[holder])
         return count
+
+    def add_ends(self, holder: cython.int, hashes: cython.const_slonglong[::1], /) -> None:
+        """Store the ends at pages. The id must have been made with ends."""
+        self._check(holder)
+        if self._ids.num_ends[holder] < 0:
+            raise ValueError(f"{holder} is the id of a column without ends")
+        self._change(holder, _STORE_END, hashes, 0, len(hashes))
 
     @cython.cfunc
     def _check(self, holder: cython.int) -> Any:
@@ -488,8 +519,8 @@ class PageTable:
         """Apply changes to the pages of an id, in order; return the id afterwards, as a clear gives the column another.
 
         Args:
-            kinds: one byte a change.
-            counts: the number of pages of each change.
+            kinds: one byte a change. The first change of ends gives the id ends.
+            counts: the number of pages of each change; 0 at `STORE_END`: the pages of the change before it.
             hashes: the pages of all changes, change after change.
             first: the first change to apply; the earlier ones are skipped with their pages.
 
@@ -499,16 +530,18 @@ class PageTable:
         self._check(holder)
         total: cython.Py_ssize_t = 0
         at: cython.Py_ssize_t = 0
+        before: cython.Py_ssize_t = 0
         i: cython.Py_ssize_t
         stop: cython.Py_ssize_t
         kind: cython.int
+        has_ends: cython.bint
         if not 0 <= first <= len(kinds) == len(counts):
             raise ValueError(f"{len(kinds)} changes need as many counts, not {len(counts)}, and a first one of them")
         for i in range(len(kinds)):
             kind = kinds[i]
-            if counts[i] < 0 or kind > NOTE:
+            if counts[i] < 0 or kind > REMOVE_END:
                 raise ValueError(
-                    f"change {i} must be of kind 0 to {NOTE} with 0 pages or more, not {kind}, {counts[i]}"
+                    f"change {i} must be of kind 0 to {REMOVE_END} with 0 pages or more, not {kind}, {counts[i]}"
                 )
             total += counts[i]
         if total != len(hashes):
@@ -519,9 +552,16 @@ class PageTable:
             if i >= first:
                 if kind == _CLEAR:
                     column = self._ids.columns[holder]
+                    has_ends = self._ids.num_ends[holder] >= 0
                     self._ids._end(holder)
-                    holder = self._ids._new(column)
+                    holder = self._ids._new(column, has_ends)
+                if kind > _NOTE and self._ids.num_ends[holder] < 0:
+                    self._ids.num_ends[holder] = 0
+                    self._ids.num_with_ends += 1
+                if kind == _STORE_END and counts[i] == 0:
+                    self._change(holder, kind, hashes, before, stop)
                 self._change(holder, kind, hashes, at, stop)
+            before = at
             at = stop
         return holder
 
@@ -538,7 +578,17 @@ class PageTable:
         stop: cython.Py_ssize_t,
     ) -> Any:
         """Apply a change to the pages of hashes [start, stop)."""
+        ids: _Ids = self._ids
+        count: cython.longlong = ids.counts[holder]
         i: cython.Py_ssize_t
+        if kind == _STORE_END:
+            for i in range(start, stop):
+                self._part(hashes[i] ^ _END)._add(hashes[i] ^ _END, holder, 1)
+        elif kind == _REMOVE_END or (kind == _REMOVE and ids.num_ends[holder] > 0):  # An end goes with its page.
+            for i in range(start, stop):
+                self._part(hashes[i] ^ _END)._discard(hashes[i] ^ _END, holder, 1)
+        if ids.num_ends[holder] >= 0:
+            ids.num_ends[holder] += ids.counts[holder] - count
         if kind == _STORE:
             for i in range(start, stop):
                 self._part(hashes[i])._add(hashes[i], holder, 1)
@@ -579,6 +629,8 @@ class PageTable:
         limit: cython.Py_ssize_t,
         offset: cython.ulonglong,
         also: list[int],
+        pages: cython.const_slonglong[::1],
+        stride: cython.Py_ssize_t,
         /,
     ) -> list[tuple[int, int, int]]:
         """Return, for each column that holds the first page: (column, leading pages stored, leading pages held).
@@ -586,6 +638,14 @@ class PageTable:
         With a `limit` of 0 or more, only so many are returned: the columns that hold most, the longest first. Among
         equals, `offset` chooses. O(limit) for each column. The columns of the ids `also` follow, if they hold the
         first page and are not returned already.
+
+        A column with ends is also found by an end within the first stride. Its stored pages end with its deepest end.
+        So do its held pages, unless they go beyond the stored ones.
+
+        Args:
+            hashes: of the pages that end strides.
+            pages: of all pages of the prompt, for the ends; empty: no end is found.
+            stride: pages of a stride. All lengths in the result are multiplied by it, or are ends, counted in pages.
         """
         ids: _Ids = self._ids
         part: _Part
@@ -599,6 +659,8 @@ class PageTable:
         result: list[Any]
         for holder in also:
             self._check(holder)
+        if stride < 1:
+            raise ValueError(f"a stride is at least one page, not {stride}")
         for i in range(len(hashes)):
             part = self._part(hashes[i])
             held = part.holders[part._cell(hashes[i])]
@@ -613,6 +675,25 @@ class PageTable:
                 num_found = num_longer
             if num_longer == 0:
                 break
+        if ids.num_with_ends > 0:
+            num_found = self._find_ends(num_found, pages, stride)
+            for j in range(num_found):
+                holder = ids.found[j]
+                held = ids.ends[holder]
+                ids.ends[holder] = 0
+                if ids.num_ends[holder] >= 0 and ids.expected[holder] <= ids.stored[holder]:
+                    ids.stored[holder] = ids.expected[holder] = held
+                    continue
+                ids.expected[holder] *= cython.cast(cython.int, stride)
+                if ids.num_ends[holder] >= 0:
+                    ids.stored[holder] = held
+                    ids.expected[holder] = max(held, ids.expected[holder])
+                else:
+                    ids.stored[holder] *= cython.cast(cython.int, stride)
+        elif stride > 1:
+            for j in range(num_found):
+                ids.stored[ids.found[j]] *= cython.cast(cython.int, stride)
+                ids.expected[ids.found[j]] *= cython.cast(cython.int, stride)
         if limit < 0:
             return [_run(ids, ids.found[j]) for j in range(num_found)]
         result = [_run(ids, _longest(ids, num_found, offset)) for i in range(min(limit, num_found))]
@@ -623,6 +704,49 @@ class PageTable:
             ids.stored[ids.found[j]] = 0
             ids.expected[ids.found[j]] = 0
         return result
+
+    @cython.cfunc
+    @cython.boundscheck(False)
+    @cython.wraparound(False)
+    @cython.initializedcheck(False)
+    def _find_ends(
+        self, num_found: cython.Py_ssize_t, pages: cython.const_slonglong[::1], stride: cython.Py_ssize_t
+    ) -> cython.Py_ssize_t:
+        """Look for the deepest end of each column with ends, page by page; return the number of ids found now.
+
+        An end lies at most one stride above the stored run, as that would go on otherwise. In the first stride the
+        columns without a stored stride are looked for, so it is looked through to its beginning.
+        """
+        ids: _Ids = self._ids
+        part: _Part
+        held: cython.int
+        holder: cython.int
+        row: cython.Py_ssize_t
+        i: cython.Py_ssize_t
+        j: cython.Py_ssize_t
+        num_left: cython.Py_ssize_t = 0  # columns with a stored stride and without an end yet
+        longest: cython.Py_ssize_t = 0
+        for j in range(num_found):
+            holder = ids.found[j]
+            if ids.num_ends[holder] >= 0 and ids.stored[holder] > 0:
+                num_left += 1
+                longest = max(longest, ids.stored[holder])
+        i = min((longest + 1) * stride, cython.cast(cython.Py_ssize_t, len(pages)))
+        while i > 0:
+            if num_left == 0 and i > stride:
+                i = stride
+            part = self._part(pages[i - 1] ^ _END)
+            held = part.holders[part._cell(pages[i - 1] ^ _END)]
+            if held > 0:
+                num_found += _note_end(ids, held, i, num_found)
+                num_left -= ids.stored[held >> 3] > 0 and ids.ends[held >> 3] == i
+            elif held < 0:
+                row = -1 - cython.cast(cython.Py_ssize_t, held)
+                for j in range(row + 2, row + 2 + part.rows[row + 1]):
+                    num_found += _note_end(ids, part.rows[j], i, num_found)
+                    num_left -= ids.stored[part.rows[j] >> 3] > 0 and ids.ends[part.rows[j] >> 3] == i
+            i -= 1
+        return num_found
 
     def holders(self, key: cython.longlong, /) -> list[tuple[int, int]]:
         """Return the columns that hold a page, each with its marks."""
@@ -648,7 +772,7 @@ class PageTable:
 
         1. A page stands in the part of its hash, where a probe finds it, once.
         2. An entry has marks and an id that was given; a row has two entries at least, and no id twice.
-        3. The counts of pages and entries are right; an id that is free has no column and no entries.
+        3. The counts of pages, entries and ends are right; an id that is free has no column and no entries.
         4. Rows, used and free, fill their array up to its end, and none is used twice.
         5. Between lookups, the lengths of runs are 0.
         """
@@ -688,7 +812,10 @@ class PageTable:
         dead = [i for i in range(ids.num_ids) if ids.columns[i] < 0]
         assert sum([counts[i] for i in dead]) == ids.num_dead, "rule 3"
         assert sorted(ids.free) == [i for i in dead if not counts[i]], "rule 3"
-        assert not any(ids.stored[i] or ids.expected[i] for i in range(ids.num_ids)), "rule 5"
+        with_ends = [i for i in range(ids.num_ids) if ids.columns[i] >= 0 and ids.num_ends[i] >= 0]
+        assert len(with_ends) == ids.num_with_ends, "rule 3"
+        assert all(ids.num_ends[i] <= counts[i] for i in with_ends), "rule 3"
+        assert not any(ids.stored[i] or ids.expected[i] or ids.ends[i] for i in range(ids.num_ids)), "rule 5"
 
 
 @cython.cfunc
@@ -707,6 +834,22 @@ def _lengthen(ids: _Ids, entry: cython.int, at: cython.Py_ssize_t, num_found: cy
     ids.expected[holder] = cython.cast(cython.int, at) + 1
     if entry & 1 and ids.stored[holder] == at:
         ids.stored[holder] = cython.cast(cython.int, at) + 1
+    return 1
+
+
+@cython.cfunc
+@cython.boundscheck(False)
+@cython.wraparound(False)
+@cython.initializedcheck(False)
+def _note_end(ids: _Ids, entry: cython.int, at: cython.Py_ssize_t, num_found: cython.Py_ssize_t) -> cython.Py_ssize_t:
+    """Note an end for the id of an entry, unless a deeper one is known; return 1 if the id is found by it, else 0."""
+    holder: cython.int = entry >> 3
+    if ids.columns[holder] < 0 or ids.ends[holder] > 0:
+        return 0
+    ids.ends[holder] = cython.cast(cython.int, at)
+    if ids.expected[holder] > 0:
+        return 0
+    ids.found[num_found] = holder
     return 1
 
 

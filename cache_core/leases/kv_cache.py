@@ -82,6 +82,7 @@ class KVCache(LeasedCache):
         self._on_pressure = on_pressure
         self._bigram = bigram
         self._pending: PendingPages | None = None
+        self._names_ends = False
 
     # ---------------------------------------------------------------- requests
 
@@ -141,6 +142,8 @@ class KVCache(LeasedCache):
             match.prefix_len if num_slots is None else num_slots,
             priority,
         )
+        if self._names_ends:
+            lease.named_len, lease.prompt_pages = match.prefix_len, (len(key) - self._bigram) // self.page_size
         if state_slot is not None:
             lease.state_slot = state_slot
             self.pools.load_state(match.last_node, state_slot)
@@ -198,6 +201,8 @@ class KVCache(LeasedCache):
         if key is not lease.key and len(key) > len(lease.key):
             lease.key = key
         if retired or new_pages < 0 or (new_pages == 0 and state_slot is boundary_len is None):
+            if not retired and new_pages == 0 and lease.prompt_pages is not None and published >= lease.prompt_pages:
+                self._name_end(lease)
             return Published(published * self.page_size, 0, 0, retired, lease.starts[:0])
         try:
             done = self._publish(lease, tree_key, published, published + new_pages, tenant)
@@ -235,7 +240,12 @@ class KVCache(LeasedCache):
         """Insert the lease's pages [first, stop) into the tree. Replace duplicates with the tree's pages."""
         page = self.page_size
         fresh = lease.starts[first:stop]
-        result = self.tree.insert_pages(tree_key, fresh, lease.node, lease.swa_freed_len, lease.priority)
+        has_prompt = lease.prompt_pages is not None and stop >= lease.prompt_pages
+        unnamed_from = lease.named_len if has_prompt else None
+        swa_freed_len, priority = lease.swa_freed_len, lease.priority
+        result = self.tree.insert_pages(tree_key, fresh, lease.node, swa_freed_len, priority, unnamed_from)
+        if has_prompt:
+            lease.named_len, lease.prompt_pages = result.end, None
         receipt = self.tree.inc_lock_ref(result.last_node)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         lease.node, lease.receipt = result.last_node, receipt
@@ -269,7 +279,15 @@ class KVCache(LeasedCache):
         if keep_from >= published:
             self.tree.release_window(lease.node, lease.receipt)
 
+    def _name_end(self, lease: LeaseRecord) -> None:
+        """Publish the end of the lease's published pages, in a cache that publishes ends."""
+        if lease.named_len is not None:
+            self.tree.name_end(lease.node, lease.named_len)
+            lease.named_len, lease.prompt_pages = lease.num_published_pages * self.page_size, None
+
     def _unlock(self, lease: LeaseRecord) -> None:
+        if lease.named_len is not None and lease.named_len < lease.num_published_pages * self.page_size:
+            self._name_end(lease)
         self.tree.use_window(lease.node)
         self.tree.dec_lock_ref(lease.node, lease.receipt)
         if lease.retired:
@@ -419,9 +437,13 @@ class KVCache(LeasedCache):
         if isinstance(self.tree, PrefixCache):
             self._pending = PendingPages(self.tree, self._tree_key, stride, sink)
             self.observers.append(self._pending)
+            self._names_ends = self.tree.usable_ends() is not None
 
     def pending_pages(self) -> Hashes:
         return super().pending_pages() if self._pending is None else self._pending.hashes()
+
+    def usable_ends(self) -> Hashes | None:
+        return self.tree.usable_ends()
 
     def resident_pages(self) -> Iterable[PageRun]:
         return self.tree.resident_pages()

@@ -27,6 +27,7 @@ class LeaseRecord:
         "boundary_slot",
         "key",
         "lease_id",
+        "named_len",
         "node",
         "num_published_pages",
         "num_slots",
@@ -35,6 +36,7 @@ class LeaseRecord:
         "outdated",
         "prefix_len",
         "priority",
+        "prompt_pages",
         "receipt",
         "resumed",
         "retired",
@@ -76,6 +78,9 @@ class LeaseRecord:
         self.state_slot: int | None = None  # slot of its private recurrent state
         self.boundary_slot: int | None = None  # slot for a copy of it at the end of a page; None: none, or published
         self.boundary_len = 0  # length of the prefix with that copy published at its end
+        # in a cache that publishes the ends of matches: tokens up to which its pages have their ends; else None
+        self.named_len: int | None = None
+        self.prompt_pages: int | None = None  # whole pages of the prompt, until its end is published
         self.offer_id = ""  # id of the open offer to other sessions; "" without one
         self.resumed = False  # its request had a lease before, which was preempted
         self.only_locks = False  # `lock` opened it, and `extend` was not called

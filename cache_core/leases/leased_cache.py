@@ -487,6 +487,10 @@ class LeasedCache(ABC):
         """Return the pages that slim events have named as pending and not ended, each once."""
         return np.empty(0, np.int64)
 
+    def usable_ends(self) -> Hashes | None:
+        """Return the pages at which slim events say that a match may end; None if every stored page is such a page."""
+        return None
+
     def resident_pages(self) -> Iterable[PageRun]:
         """Return the matchable pages as events describe them, parents before children. O(n)."""
         return ()

@@ -58,6 +58,8 @@ def insert_slots(
     )
     if parts.window is not None:
         parts.window.touch(last_node, parts.clock)
+        if parts.events is not None:
+            parts.events.note_end(last_node, prefix_len)
     if found and prefix_len > prev_prefix_len:
         return InsertResult(prefix_len, last_node, False, duplicates(parts, slots, prev_prefix_len, prefix_len, found))
     return InsertResult(prefix_len, last_node, False, NO_SLOTS)

@@ -38,10 +38,12 @@ from raydix.cache_core.pool.release import SlotPool, call_pool, page_variant, re
 from raydix.cache_core.radix import insertion
 from raydix.cache_core.radix.explain_miss import explain_absence
 from raydix.cache_core.radix.format import format_tree, node_line, outline_node
+from raydix.cache_core.radix.group_events import GroupEvents
 from raydix.cache_core.radix.lookup import match, obstacle, peek
 from raydix.cache_core.radix.tree_parts import TreeParts
+from raydix.cache_core.radix.usable_ends import UsableEnds
 from raydix.cache_core.tree.packed_slots import unpack
-from raydix.cache_core.tree.page_events import KVEventPublisher, KVEventSink, PageRun, page_run
+from raydix.cache_core.tree.page_events import EndEventSink, Hashes, KVEventPublisher, KVEventSink, PageRun, page_run
 from raydix.cache_core.tree.page_hashes import chain_hashes
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.tree_node import TreeNode, check_node, join_slots_of
@@ -174,19 +176,43 @@ class PrefixCache(BasePrefixCache):
     # ---------------------------------------------------------------- insert
 
     def insert_pages(
-        self, key: RadixKey, starts: Starts, from_node: TreeNode, swa_evicted_seqlen: int = 0, priority: int = 0
+        self,
+        key: RadixKey,
+        starts: Starts,
+        from_node: TreeNode,
+        swa_evicted_seqlen: int = 0,
+        priority: int = 0,
+        unnamed_from: int | None = None,
     ) -> PageInsert:
         """`insert` in pages: `starts` names the key's whole pages beyond `from_node`, which are adopted as they are.
 
         Not checked: `from_node` must be on the key's path. The tree copies the slots that it adopts; all of `starts`
         that differ from `existing`, page by page, stay the caller's to free. The caller locks the result's node, and
-        notes the use of its window with `use_window` when it ends.
+        notes the use of its window with `use_window` when it ends. `unnamed_from`, if it is not None, does `name_end`
+        at the result's node.
         """
+        parts = self.parts
         try:
-            return insertion.insert_pages(self.parts, key, starts, from_node, swa_evicted_seqlen, priority)
+            done = insertion.insert_pages(parts, key, starts, from_node, swa_evicted_seqlen, priority)
+            if unnamed_from is not None and parts.events is not None:
+                parts.events.note_end(done.last_node, unnamed_from)
+            return done
         finally:
-            if self.parts.window is not None:
-                self.parts.window.release_replaced()
+            if parts.components:
+                self._end_insert()
+
+    def _end_insert(self) -> None:
+        """Do the last steps of an insert into a cache with components, also if it has failed."""
+        if self.parts.events is not None:
+            self.parts.events.flush()
+        if self.parts.window is not None:
+            self.parts.window.release_replaced()
+
+    def name_end(self, node: TreeNode, unnamed_from: int) -> None:
+        events = self.parts.events
+        if events is not None and node.namespace.live:
+            events.note_end(node, unnamed_from)
+            events.flush()
 
     # ---------------------------------------------------------------- locks
 
@@ -380,6 +406,8 @@ class PrefixCache(BasePrefixCache):
         nodes = victims.nodes
         if self.parts.events is not None:
             self.parts.events.removed(nodes)
+            if self.parts.components:
+                self.parts.events.flush()
         if self.parts.history is not None:
             self.parts.history.record_evicted(nodes, self.page_size)
         if self.on_node_evict is not None:
@@ -426,7 +454,7 @@ class PrefixCache(BasePrefixCache):
         tops = [top for (extra_key, _), top in parts.tree.tops.items() if is_meant(extra_key)]
         for top in tops:
             if parts.events is not None:
-                parts.events.removed(reversed(list(parts.tree.nodes_below(top))))
+                parts.events.retired(reversed(list(parts.tree.nodes_below(top))))
             self._retire(top)
         return len(tops)
 
@@ -476,15 +504,27 @@ class PrefixCache(BasePrefixCache):
             raise
 
     def publish_events_to(self, sink: KVEventSink, stride: int | None = None) -> None:
-        """Publish to `sink` which pages come and go: see `page_events`. Every insert hashes its pages from now on."""
-        self.parts.events = KVEventPublisher(sink, self.page_size, stride)
+        """Publish to `sink` which pages come and go: see `page_events`. Every insert hashes its pages from now on.
+
+        With components `GroupEvents` publishes; with a stride, `UsableEnds`: then `sink` must be an `EndEventSink`.
+        """
+        parts = self.parts
+        if not parts.components:
+            parts.events = KVEventPublisher(sink, self.page_size, stride)
+        elif stride is None:
+            parts.events = GroupEvents(sink, self.page_size, parts.window, parts.states)
+        else:
+            parts.events = UsableEnds(cast(EndEventSink, sink), self.page_size, stride, parts.window, parts.states)
 
     def resident_pages(self) -> Iterator[PageRun]:
         """The pages that can be matched, parents before children. O(n); hashes what has no hashes yet."""
         publisher = self.parts.events
         if publisher is None:
             return (page_run(node, self.page_size) for node in self.parts.tree.nodes())
-        return (run for node in self.parts.tree.nodes() if (run := publisher.run(node)) is not None)
+        return (run for node in self.parts.tree.nodes() for run in publisher.runs(node))
+
+    def usable_ends(self) -> Hashes | None:
+        return None if self.parts.events is None else self.parts.events.ends()
 
     def digest_at(self, node: TreeNode) -> bytes | None:
         """Return the digest of the last page of a node, to which the digest of the next page is chained."""

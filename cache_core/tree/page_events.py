@@ -2,10 +2,12 @@
 
 A page is named by the first 64 bits, signed, of its chained hash: it stands for every token up to the page's end, and
 for the namespace. Nodes are hashed as they are inserted. Their parents have hashes by then, so an insert costs SHA-256
-of the new pages alone. Splits publish nothing, as the pages stay the same, and neither do window KV and states: the
-full KV of a page counts.
+of the new pages alone. Splits publish nothing, as the pages stay the same.
 
 With a stride s, only every s-th page of a path is published, without token ids: its end is at a multiple of s pages.
+
+These events are about full KV. For a cache with windows or states, `radix.group_events` also publishes their places,
+and `radix.usable_ends` publishes, with a stride, where a match may end.
 
 A reader that applies the events to an empty set of hashes has exactly the pages that can be matched. So has a reader
 that begins with the pages of `PrefixCache.resident_pages` and applies all later events.
@@ -24,7 +26,7 @@ from raydix.cache_core.tree.page_hashes import chain_hashes
 from raydix.cache_core.tree.tree_node import TreeNode
 
 Hashes = NDArray[np.int64]
-_NO_IDS = np.empty(0, np.uint32)
+NO_IDS = np.empty(0, np.uint32)
 
 
 class PageRun(NamedTuple):
@@ -34,6 +36,7 @@ class PageRun(NamedTuple):
     parent_hash: int | None  # hash of the page before the first one; None: none is before it, or with a stride
     token_ids: NDArray[Any]  # uint32 or uint64, one per token: of tuples the first id; none with a stride
     extra_key: str | None  # the namespace
+    group: int | None = None  # the kind of data, of a cache with several; None: full KV, and there is no other kind
 
 
 class KVEventSink(Protocol):
@@ -42,14 +45,27 @@ class KVEventSink(Protocol):
     def stored(self, run: PageRun) -> None:
         """The pages of the run can be matched from now on."""
 
-    def removed(self, hashes: Hashes) -> None:
-        """Pages of one namespace, children before parents, are gone."""
+    def removed(self, hashes: Hashes, group: int | None = None) -> None:
+        """Pages of one namespace are gone, of full KV children before parents. `group` is as in `PageRun`."""
 
     def cleared(self) -> None:
         """Every page of every namespace is gone."""
 
 
-class SlimEventSink(KVEventSink, Protocol):
+class EndEventSink(KVEventSink, Protocol):
+    """A receiver of the ends of matches. An end goes with its page: `removed` removes both."""
+
+    def stored_as_ends(self, run: PageRun) -> None:
+        """The pages of the run are stored, and a match may end at each."""
+
+    def ends_stored(self, hashes: Hashes) -> None:
+        """A match may end at these pages from now on."""
+
+    def ends_removed(self, hashes: Hashes) -> None:
+        """No match may end at these pages any more."""
+
+
+class SlimEventSink(EndEventSink, Protocol):
     """A receiver of slim events."""
 
     def pending(self, hashes: Hashes) -> None:
@@ -79,6 +95,11 @@ class KVEventPublisher:
         if run is not None:
             self._sink.stored(run)
 
+    def runs(self, node: TreeNode) -> list[PageRun]:
+        """Return the runs of a node's pages that are published."""
+        run = self.run(node)
+        return [] if run is None else [run]
+
     def run(self, node: TreeNode) -> PageRun | None:
         """Return the pages of a node that are published; None if there are none."""
         if self._stride is None:
@@ -92,7 +113,10 @@ class KVEventPublisher:
             if namespace.live:
                 rows = [self._hashes(node) for node in group]
                 if self._stride is None or any(map(len, rows)):
-                    self._sink.removed(np.concatenate(rows))
+                    self._remove(np.concatenate(rows))
+
+    def _remove(self, hashes: Hashes) -> None:
+        self._sink.removed(hashes)
 
     def _hashes(self, node: TreeNode) -> Hashes:
         """Return the hashes of a node's published pages, the last one first."""
@@ -100,9 +124,23 @@ class KVEventPublisher:
             return short_hashes(chain_hashes(node, self._page_size)[::-1])
         return strided_run(node, self._page_size, self._stride).hashes[::-1]
 
+    def retired(self, nodes: Iterable[TreeNode]) -> None:
+        """Publish that nodes cannot be matched any more, children before parents; they are in the tree still."""
+        self.removed(nodes)
+
     def cleared(self) -> None:
         """Publish that no namespace can be matched any more."""
         self._sink.cleared()
+
+    def note_end(self, node: TreeNode, since: int) -> None:
+        """Note that a request's prompt or answer ends at a node. Nodes up to token `since` were noted before."""
+
+    def flush(self) -> None:
+        """Publish the changes by one operation that are not published yet."""
+
+    def ends(self) -> Hashes | None:
+        """Return the pages that are published as ends, each once; None: this publisher publishes no ends."""
+        return None
 
 
 def page_run(node: TreeNode, page_size: int) -> PageRun:
@@ -119,7 +157,7 @@ def strided_run(node: TreeNode, page_size: int, stride: int) -> PageRun:
     """Return the pages of a node that end at multiples of `stride` pages, without token ids."""
     digests = chain_hashes(node, page_size)
     num_before = node.end // page_size - len(digests)
-    return PageRun(short_hashes(digests[-(num_before + 1) % stride :: stride]), None, _NO_IDS, node.namespace.extra_key)
+    return PageRun(short_hashes(digests[-(num_before + 1) % stride :: stride]), None, NO_IDS, node.namespace.extra_key)
 
 
 def short_hashes(digests: list[str]) -> Hashes:

@@ -12,15 +12,24 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from support.caches.index_pool import IndexPool
 from support.faults.faults import Catalogue, Fault, Patch, around
 from support.faults.split_faults import after_cuts
 from support.more import more
-from support.reference.event_index import ReplayedIndex, batch_after, resident_blocks, snapshot_of
+from support.reference.event_index import (
+    ReplayedIndex,
+    batch_after,
+    groups_of,
+    resident_blocks,
+    resident_others,
+    snapshot_of,
+)
 
 from raydix.actors.service import event_feed
 from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import MambaPool, MambaRadixCache, RadixCache, RadixKey
+from raydix.cache_core.radix.group_events import GroupEvents
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.tree import page_events, page_hashes
@@ -35,6 +44,9 @@ TREES: dict[str, Callable[[int], PrefixCache]] = {
     "full": lambda page_size: RadixCache(page_size, token_to_kv_pool_allocator=IndexPool()),
     "window": lambda page_size: RadixCache(page_size, sliding_window_size=2 * page_size),
     "mamba": lambda page_size: MambaRadixCache(page_size, mamba_pool=MambaPool(NUM_STATES)),
+    "both": lambda page_size: MambaRadixCache(
+        page_size, mamba_pool=MambaPool(NUM_STATES), sliding_window_size=2 * page_size
+    ),
 }
 
 
@@ -46,18 +58,19 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 class TwoFeeds:
     """One sink for two feeds: one that keeps everything, one that keeps little."""
 
-    def __init__(self, page_size: int) -> None:
-        self.long = EventFeed("e", page_size, "CPU")
-        self.short = EventFeed("e", page_size, "CPU")
+    def __init__(self, tree: PrefixCache) -> None:
+        groups = groups_of(tree)
+        self.long = EventFeed("e", tree.page_size, "CPU", groups=groups)
+        self.short = EventFeed("e", tree.page_size, "CPU", groups=groups)
         self.short._max_events = KEPT
 
     def stored(self, run: Any) -> None:
         self.long.stored(run)
         self.short.stored(run)
 
-    def removed(self, hashes: Any) -> None:
-        self.long.removed(hashes)
-        self.short.removed(hashes)
+    def removed(self, hashes: Any, group: int | None = None) -> None:
+        self.long.removed(hashes, group)
+        self.short.removed(hashes, group)
 
     def cleared(self) -> None:
         self.long.cleared()
@@ -75,6 +88,7 @@ class EventTraffic:
         ("lock", 8),
         ("unlock", 8),
         ("retire_all", 0.5),
+        ("retire", 0.5),
         ("reclaim_retired", 2),
         ("reset", 0.4),
     )
@@ -82,28 +96,29 @@ class EventTraffic:
     def __init__(self, kind: str, page_size: int, seed: int) -> None:
         self.rng = Random(f"{kind}/{page_size}/{seed}")
         self.tree: Any = TREES[kind](page_size)
-        self.feeds = TwoFeeds(page_size)
+        self.feeds = TwoFeeds(self.tree)
         self.tree.publish_events_to(self.feeds)
         self.keys: list[RadixKey] = []
         self.locks: list[tuple[Any, Any]] = []
         self.first, self.late, self.slow = ReplayedIndex(), ReplayedIndex(), ReplayedIndex()
         self.num_gaps = 0
+        self.num_slots = 1
 
     def step(self) -> None:
         """One operation; then all readers are compared with the tree."""
         names = [name for name, _ in self.OPERATIONS]
         getattr(self, self.rng.choices(names, [weight for _, weight in self.OPERATIONS])[0])()
-        there = resident_blocks(self.tree)
+        there = resident_blocks(self.tree), resident_others(self.tree)
         self._read(self.first)
         self._read(self.late)
-        assert self.first.blocks == there
-        assert self.late.blocks == there
+        assert (self.first.blocks, self.first.others) == there
+        assert (self.late.blocks, self.late.others) == there
         if self.rng.random() < 0.1:
             self.late = ReplayedIndex(snapshot_of(self.feeds.long, self.tree))
-            assert self.late.blocks == there
+            assert (self.late.blocks, self.late.others) == there
         if self.rng.random() < 0.15:
             self._read_slowly()
-            assert self.slow.blocks == there
+            assert (self.slow.blocks, self.slow.others) == there
 
     def _read(self, index: ReplayedIndex) -> None:
         while (batch := batch_after(self.feeds.long, index.seq)).events:
@@ -134,7 +149,9 @@ class EventTraffic:
                 self.tree.mamba_pool.free_track_slot(state)
             return
         gone = self.rng.choice([0, 0, self.rng.randint(0, len(key))])
-        self.tree.insert(key, swa_evicted_seqlen=gone)
+        slots = torch.arange(self.num_slots, self.num_slots + len(key))  # fresh, so that they heal tombstones
+        self.num_slots += len(key)
+        self.tree.insert(key, slots, swa_evicted_seqlen=gone)
 
     def match(self) -> None:
         self.tree.match_prefix(self._key())
@@ -157,6 +174,9 @@ class EventTraffic:
 
     def retire_all(self) -> None:
         self.tree.retire_all()
+
+    def retire(self) -> None:
+        self.tree.retire(lambda namespace: namespace == "a")
 
     def reclaim_retired(self) -> None:
         self.tree.reclaim_retired()
@@ -189,7 +209,7 @@ def run(kind: str, page_size: int, seed: int, num_operations: int) -> EventTraff
 
 
 @pytest.mark.parametrize("page_size", [*more(1), 4])
-@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("kind", ["full", "window", "mamba", *more("both")])
 def test_events_replayed_are_what_is_there(kind: str, page_size: int) -> None:
     traffic = run(kind, page_size, seed=0, num_operations=3000)
 
@@ -318,11 +338,46 @@ def a_tombstone_is_told_as_removed(patch: Patch) -> None:
 
 @fault
 def a_removal_takes_no_number(patch: Patch) -> None:
-    def removed(original: Any, feed: EventFeed, hashes: Any) -> None:
-        original(feed, hashes)
+    def removed(original: Any, feed: EventFeed, hashes: Any, group: int | None = None) -> None:
+        original(feed, hashes, group)
         feed._seq -= 1
 
     around(patch, EventFeed, "removed", removed)
+
+
+@fault
+def healed_window_kv_is_not_told(patch: Patch) -> None:
+    patch.setattr(GroupEvents, "gained", lambda *_: None)
+
+
+@fault
+def lost_window_kv_is_not_told(patch: Patch) -> None:
+    patch.setattr(GroupEvents, "lost", lambda *_: None)
+
+
+@fault
+def retired_window_kv_is_not_told(patch: Patch) -> None:
+    patch.setattr(GroupEvents, "retired", GroupEvents.removed)
+
+
+@fault
+def tombstones_are_told_as_window_kv(patch: Patch) -> None:
+    def other_runs(original: Any, teller: GroupEvents, node: Any, run: Any) -> Any:
+        return [run._replace(group=1)]
+
+    around(patch, GroupEvents, "_other_runs", other_runs)
+
+
+@fault
+def an_event_that_repeats_pages_names_another_group(patch: Patch) -> None:
+    def without_repeats(original: Any, events: Any) -> Any:
+        packed = original(events)
+        for place, event in enumerate(packed[1:], 1):
+            if not len(event[1]) and event[0] == packed[place - 1][0]:
+                packed[place] = (*event[:3], 0)
+        return packed
+
+    around(patch, event_feed, "_without_repeats", without_repeats)
 
 
 @fault

@@ -18,6 +18,7 @@ from raydix.schemas import (
     KVEventSnapshot,
     PackedEvents,
 )
+from raydix.schemas.events import BlockGroup
 
 Tokens = tuple[Any, ...]
 
@@ -35,7 +36,8 @@ class ReplayedIndex:
 
     def __init__(self, snapshot: KVEventSnapshot | None = None) -> None:
         self.seq = 0
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, Block] = {}  # full KV
+        self.others: dict[int, set[int]] = {1: set(), 2: set()}  # the blocks of the other groups
         if snapshot is not None:
             for event in snapshot.events:
                 self._apply(event)
@@ -62,10 +64,21 @@ class ReplayedIndex:
                 self._remove(event)
             case AllBlocksCleared():
                 self.blocks.clear()
+                for blocks in self.others.values():
+                    blocks.clear()
 
     def _store(self, event: BlockStored) -> None:
         ids, size, parent = event.token_ids.tolist(), event.block_size, event.parent_block_hash
         assert len(ids) == size * len(event.block_hashes) > 0
+        if event.group_idx:
+            blocks = self.others[event.group_idx]
+            assert blocks.isdisjoint(event.block_hashes), "stored twice"
+            blocks.update(event.block_hashes)
+            for number, each in enumerate(event.block_hashes):
+                there = Block(parent, event.namespace, tuple(ids[number * size : (number + 1) * size]))
+                assert self.blocks[each] == there, f"{each} differs from the block of the full KV"
+                parent = each
+            return
         assert parent is None or self.blocks[parent].namespace == event.namespace
         for number, each in enumerate(event.block_hashes):
             assert each not in self.blocks, f"{each} is stored twice"
@@ -75,6 +88,12 @@ class ReplayedIndex:
     def _remove(self, event: BlockRemoved) -> None:
         namespaces = {self.blocks[each].namespace for each in event.block_hashes}
         assert len(namespaces) == 1, f"{namespaces} share an event"
+        if event.group_idx:
+            assert self.others[event.group_idx].issuperset(event.block_hashes)
+            self.others[event.group_idx].difference_update(event.block_hashes)
+            return
+        for blocks in self.others.values():
+            assert blocks.isdisjoint(event.block_hashes), "the full KV goes before window KV or a state"
         for each in event.block_hashes:
             assert all(block.parent != each for block in self.blocks.values()), f"{each} goes before its children"
             del self.blocks[each]
@@ -112,6 +131,26 @@ def resident_blocks(tree: PrefixCache) -> dict[int, Block]:
                     None if len(pages) == 1 else _as_int(parent), top.namespace.extra_key, ids
                 )
     return found
+
+
+def resident_others(tree: PrefixCache) -> dict[int, set[int]]:
+    """Return the blocks with window KV, and those with a state, by group."""
+    found: list[set[int]] = []
+    digests = {node: [_as_int(digest) for digest in tree.compute_node_hash(node)] for node in tree.parts.tree.nodes()}
+    if tree.parts.window is not None:
+        found.append({block for node, blocks in digests.items() if not node.swa_tombstone for block in blocks})
+    if tree.parts.states is not None:
+        holders = [node for node in digests if getattr(node, "mamba_value", None) is not None]
+        found.append({digests[node][-1] for node in holders})
+    return {1: set(), 2: set()} | dict(enumerate(found, 1))
+
+
+def groups_of(tree: PrefixCache) -> tuple[BlockGroup, ...]:
+    """Return the groups of a tree's events; none if it has full KV alone."""
+    window = tree.sliding_window_size
+    groups = [BlockGroup("sliding_window", window)] if window is not None else []
+    groups += [BlockGroup("mamba")] if tree.parts.states is not None else []
+    return (BlockGroup("full_attention"), *groups) if groups else ()
 
 
 def _pages(tokens: Tokens, page_size: int) -> tuple[Tokens, ...]:

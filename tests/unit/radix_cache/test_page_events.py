@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from support.caches.index_pool import IndexPool
-from support.reference.event_index import ReplayedIndex, batch_after, resident_blocks, snapshot_of
+from support.reference.event_index import ReplayedIndex, batch_after, groups_of, resident_blocks, snapshot_of
 
 from raydix.actors.service import event_feed
 from raydix.actors.service.event_feed import EventFeed
@@ -47,7 +47,7 @@ class Told:
 
     def __init__(self, tree: PrefixCache | None = None) -> None:
         self.tree: Any = tree or RadixCache(PAGE, token_to_kv_pool_allocator=IndexPool())
-        self.feed = EventFeed("e", self.tree.page_size, "GPU")
+        self.feed = EventFeed("e", self.tree.page_size, "GPU", groups=groups_of(self.tree))
         self.tree.publish_events_to(self.feed)
         self._seq = 0
 
@@ -72,8 +72,13 @@ def stored(hashes: list[int], parent: int | None, ids: list[int], namespace: str
     )
 
 
-def removed(*hashes: int) -> BlockRemoved:
-    return BlockRemoved(block_hashes=hashes, medium="GPU")
+def removed(*hashes: int, group: int | None = None) -> BlockRemoved:
+    return BlockRemoved(block_hashes=hashes, medium="GPU", group_idx=group)
+
+
+def in_group(event: BlockStored, group: int, kind: str, window: int | None = None) -> BlockStored:
+    fields = {"group_idx": group, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
+    return event.model_copy(update=fields)
 
 
 # ---------------------------------------------------------------- events of a tree
@@ -171,31 +176,46 @@ def test_what_was_locked_when_all_was_retired_is_told_of_once(told: Told) -> Non
     assert resident_blocks(told.tree).keys() == set(chain([1, 2]))
 
 
-def test_a_tombstone_counts_as_there_until_its_full_kv_goes() -> None:
+def test_window_kv_is_a_group_of_its_own() -> None:
     told = Told(RadixCache(PAGE, sliding_window_size=2))
     one, two, three = chain([1, 2], [3, 4], [5, 6])
     told.insert(1, 2, 3, 4, 5, 6)
-    assert told.news() == [stored([one], None, [1, 2]), stored([two, three], one, [3, 4, 5, 6])]  # the tail is a node
+    first, tail = stored([one], None, [1, 2]), stored([two, three], one, [3, 4, 5, 6])  # the tail is a node
+    assert told.news() == [
+        in_group(first, 0, "full_attention"),
+        in_group(first, 1, "sliding_window", 2),
+        in_group(tail, 0, "full_attention"),
+        in_group(tail, 1, "sliding_window", 2),
+    ]
 
     told.tree.evict(0, 2)
-    assert told.news() == []
+    assert told.news() == [removed(one, group=1)]
+
+    told.tree.insert(RadixKey([1, 2, 3, 4]), torch.arange(10, 14))
+    assert told.news() == [in_group(first, 1, "sliding_window", 2)]  # healed
 
     told.tree.evict(6)
-    assert told.news() == [removed(three, two, one)]
+    assert told.news() == [removed(three, two, one, group=1), removed(three, two, one, group=0)]
 
 
-def test_a_state_that_goes_is_not_told_unless_its_leaf_goes_with_it() -> None:
+def test_states_are_a_group_of_their_own() -> None:
     told = Told(MambaRadixCache(PAGE, mamba_pool=MambaPool(4)))
     one, two = chain([1, 2], [3, 4])
     for length in (2, 4):
         told.tree.insert(RadixKey([1, 2, 3, 4][:length]), mamba_value=told.tree.mamba_pool.alloc_track_slot())
-    told.news()
+    first, second = stored([one], None, [1, 2]), stored([two], one, [3, 4])
+    assert told.news() == [
+        in_group(first, 0, "full_attention"),
+        in_group(first, 1, "mamba"),
+        in_group(second, 0, "full_attention"),
+        in_group(second, 1, "mamba"),
+    ]
 
     told.tree.evict(0, 1)
-    assert told.news() == []
+    assert told.news() == [removed(one, group=1)]
 
     told.tree.evict(0, 1)
-    assert told.news() == [removed(two)]
+    assert told.news() == [removed(two, group=1), removed(two, group=0)]
     assert resident_blocks(told.tree).keys() == {one}
 
 
