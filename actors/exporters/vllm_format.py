@@ -38,6 +38,9 @@ class VllmBlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
     cache_salt: str | None = None  # not vLLM's: Dynamo reads it
 
 
@@ -46,6 +49,7 @@ class VllmBlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, g
 
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class VllmAllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
@@ -104,7 +108,8 @@ class VllmEncoder:
             case BlockStored():
                 return self._stored(event)
             case BlockRemoved():
-                return VllmBlockRemoved(_unsigned(event.block_hashes.data), self._medium or event.medium)
+                hashes = _unsigned(event.block_hashes.data)
+                return VllmBlockRemoved(hashes, self._medium or event.medium, event.group_idx)
         return VllmAllBlocksCleared()
 
     def _stored(self, event: BlockStored) -> VllmBlockStored:
@@ -121,6 +126,9 @@ class VllmEncoder:
             medium=self._medium or event.medium,
             lora_name=namespace.lora_name,
             extra_keys=keys,
+            group_idx=event.group_idx,
+            kv_cache_spec_kind=event.kv_cache_spec_kind,
+            kv_cache_spec_sliding_window=event.kv_cache_spec_sliding_window,
             cache_salt=namespace.cache_salt,
         )
 

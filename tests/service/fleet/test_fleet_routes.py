@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.fleet.running_fleet import STRIDE, caught_up, local_fleet, prompt, publish, slim, until
 
-from raydix.actors import connect_fleet
+from raydix.actors import LocalPrefixCache, connect_fleet
 from raydix.actors.fleet import members
 from raydix.schemas import CacheUnavailable, InvalidRequest, PoolConfig, PoolExhausted, RouteConfig
 
@@ -29,6 +29,63 @@ async def test_a_route_leads_to_the_longest_prefix() -> None:
         assert route.next_best == ("c", "a")
         assert "3 * 39 uncached" in route.why
         assert fleet.client(route) is fleet.client(await fleet.route(prompt(1, 5, more=7)))
+
+
+HYBRID = slim(kind="mamba", pool=PoolConfig(num_slots=4096, num_state_slots=8))
+WINDOW = slim(sliding_window_size=2 * STRIDE, pool=PoolConfig(num_slots=4096, num_swa_slots=4096))
+
+
+async def test_a_hybrid_cache_is_promised_up_to_its_last_state_and_not_by_its_kv() -> None:
+    async with local_fleet({"a": HYBRID, "b": HYBRID, "c": HYBRID}) as (fleet, caches):
+        await publish(caches["b"], prompt(1, 4))  # without a state
+        short = prompt(1, 2, more=16)
+        async with caches["c"].acquire(short) as lease:
+            await lease.insert(short, publish_state=True)
+        await caught_up(fleet, dict(caches))
+
+        route = await fleet.route(prompt(1, 5, more=7))
+        assert (route.cache, route.prefix_len, route.promised_len) == ("c", len(short), len(short))
+        assert (await caches["c"].match(prompt(1, 5))).prefix_len == len(short)
+        route.cancel()
+        by_name = {each.cache: each for each in fleet.explain(prompt(1, 5)).candidates}
+        assert [by_name[name].prefix_len for name in "abc"] == [0, 0, len(short)]
+        assert {each.cache: each.pages for each in fleet.stats().caches} == {"a": 0, "b": 4, "c": 2}
+
+
+async def test_a_window_cache_is_promised_where_a_window_ends() -> None:
+    async with local_fleet({"a": WINDOW, "b": WINDOW}) as (fleet, caches):
+        tokens = prompt(1, 4, more=17)
+        await publish(caches["b"], tokens)
+        await caught_up(fleet, dict(caches))
+        whole = len(tokens) - len(tokens) % 16
+        async with await fleet.route([*tokens, 7, 8]) as route:
+            assert (route.cache, route.prefix_len) == ("b", whole)
+        assert (await fleet.route([*tokens[: 2 * STRIDE], 7])).prefix_len == 2 * STRIDE
+
+        for _ in range(3):  # The tail goes first, and then the other node.
+            await caches["b"].evict(1)
+            await caught_up(fleet, dict(caches))
+            found = await caches["b"].match([*tokens, 7, 8])
+            assert fleet.explain([*tokens, 7, 8]).candidates[0].prefix_len == found.prefix_len
+
+
+async def test_a_prompt_that_was_hashed_before_a_cache_with_ends_came_is_hashed_again() -> None:
+    caches: dict[str, Any] = {"a": slim()}
+    async with local_fleet(caches) as (fleet, running):
+        route = await fleet.route(prompt(1, 2))
+        assert route.prompt.pages is None
+        hybrid = LocalPrefixCache(HYBRID)
+        async with hybrid, hybrid.acquire(prompt(1, 2)) as lease:
+            await lease.insert(prompt(1, 2), publish_state=True)
+            running["z"] = hybrid
+            await until(lambda: "z" in fleet.columns())
+
+            again = await fleet.route(prompt(1, 2), replaces=route)
+
+            assert (again.cache, again.prefix_len, len(again.prompt.pages)) == ("z", 2 * STRIDE, 4)
+            again.cancel()
+            running.pop("z")
+            await until(lambda: "z" not in fleet.columns())
 
 
 async def test_only_the_same_namespace_counts() -> None:

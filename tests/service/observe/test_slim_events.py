@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 import pytest
 from support.caches.cache_under_test import Access, CacheUnderTest, small_config
 from support.reference.event_index import Block, ReplayedIndex
@@ -15,6 +16,7 @@ from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.service import event_feed
 from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import Applied, PageIndex, page_hashes
+from raydix.cache_core.kernels import END
 from raydix.schemas import CacheConfig, CacheLoad, PoolConfig, SlimEventBatch, frame_namespace
 
 PAGE, STRIDE = 16, 32
@@ -43,7 +45,12 @@ class Router:
         """Take a snapshot."""
         snapshot = await self.client.event_snapshot()
         self.index.apply_snapshot(
-            self.column, snapshot.epoch, snapshot.seq, snapshot.stored_hashes, snapshot.pending_hashes
+            self.column,
+            snapshot.epoch,
+            snapshot.seq,
+            snapshot.stored_hashes,
+            snapshot.pending_hashes,
+            snapshot.end_hashes,
         )
         self.load = snapshot.load
         return self
@@ -301,7 +308,45 @@ async def test_every_kind_with_pages_publishes_them(kind: str) -> None:
         assert router.pending == hashes
         await lease.insert(prompt, release=True)
         await router.join()
-        assert (router.stored, router.pending) == (hashes, set())
+        # Both name the end of the prompt's last whole page, but no state was published.
+        ends = set(page_hashes(prompt, 2).tolist()[-1:]) | hashes if kind == "swa" else set()
+        assert (router.stored, router.pending) == (hashes | {page ^ END for page in ends}, set())
+        assert router.index.has_ends == (kind in ("mamba", "swa"))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "swa"])
+async def test_of_an_answer_one_end_is_sent_when_its_lease_ends(kind: str) -> None:
+    fields: dict[str, Any] = {
+        "mamba": {"kind": "mamba", "pool": {"num_slots": 64, "num_state_slots": 8}},
+        "swa": {"sliding_window_size": 4, "pool": {"num_slots": 64, "num_swa_slots": 64}},
+    }[kind]
+    config = CacheConfig.model_validate({"page_size": 2, "events": "slim", "events_stride_tokens": 16, **fields})
+    tokens = list(range(30))
+    has_states = kind == "mamba"
+    async with LocalPrefixCache(config) as cache:
+        router = await Router(cache).join()
+
+        def promised(prompt: list[int]) -> int:
+            pages = page_hashes(prompt, 2)
+            runs = router.index.prefix_runs(np.ascontiguousarray(pages[7::8]), pages, 8)
+            return max([0, *[2 * stored for _, stored, _ in runs]])
+
+        async with cache.acquire(tokens[:10], new_tokens=20) as lease:
+            await lease.insert(tokens[:10], publish_state=has_states)
+            await router.read(lambda: promised(tokens) > 0)
+            assert promised(tokens) == 10
+            for stop in range(12, 28, 2):
+                await lease.insert(tokens[:stop])
+            await router.read(lambda: bool(router.stored - {page ^ END for page in page_hashes(tokens, 2).tolist()}))
+            assert promised(tokens) == (10 if has_states else 16), "a stride is an end, and the answer has none yet"
+            await lease.insert(tokens[:28], publish_state=has_states)
+        await router.read(lambda: promised(tokens) == 28)
+
+        match = await cache.match(tokens)
+        assert match.prefix_len == promised(tokens) == 28
+        assert promised([*tokens[:10], 99, 99, 99]) == 10
+        late = await Router(cache).join()
+        assert late.stored == router.stored
 
 
 async def test_a_shutdown_ends_slim_readers(own_cache: CacheUnderTest) -> None:

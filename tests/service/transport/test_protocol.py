@@ -192,6 +192,21 @@ async def test_a_cache_of_a_later_protocol_is_refused_before_anything_is_sent(li
     assert (await listening.cache.stats()).open_sessions == 2
 
 
+@pytest.mark.parametrize("call", ["events", "event_snapshot"])
+async def test_a_follower_of_a_cache_of_another_protocol_is_refused_before_anything_is_sent(
+    call: str, listening: Listening
+) -> None:
+    handle = HandleInProcess(listening.cache, Random(0))
+    handle.actor.handshake = later  # type: ignore[method-assign]
+    client = PrefixCacheClient(handle)
+
+    with pytest.raises(ConfigMismatch, match=rf"the cache speaks protocol {PROTOCOL + 1} \(raydix 9.9.9\)"):
+        await (client.event_snapshot() if call == "event_snapshot" else anext(client.events(0)))
+
+    assert (await listening.cache.stats()).open_sessions == 2
+    await client.close()
+
+
 async def later(row: Any) -> Any:
     return NEXT
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from raydix.actors import Fleet, LocalPrefixCache, PrefixCacheClient, connect_fleet
+from raydix.cache_core.kernels import END
 from raydix.schemas import CacheConfig, PoolConfig, SlimEventSnapshot
 
 PAGE, STRIDE = 16, 32
@@ -74,7 +75,8 @@ async def check_index(fleet: Fleet, caches: dict[str, Any]) -> None:
             if column is not None and fleet.index.position(column) == (snapshot.epoch, snapshot.seq):
                 break
         stored, pending, _ = fleet.index.pages(column)
-        assert stored == set(snapshot.stored_hashes.tolist()), name
+        ends = [] if snapshot.end_hashes is None else snapshot.end_hashes.tolist()
+        assert stored == set(snapshot.stored_hashes.tolist()) | {page ^ END for page in ends}, name
         assert pending == set(snapshot.pending_hashes.tolist()), name
     fleet.index.check_invariants()
     assert set(fleet.columns()) == set(caches)

@@ -181,7 +181,7 @@ def test_any_integer_of_64_bits_names_a_page(index: PageIndex, page: int) -> Non
         (b"\0", [0], pages(1)),
         (b"\0\0", [1], pages(1)),
         (b"\0\0", [2, -1], pages(1)),
-        (b"\6", [1], pages(1)),
+        (b"\x08", [1], pages(1)),
         (b"\0", [1], np.array([1], np.int32)),
         (b"\0", [1], np.array([[1]], np.int64)),
         (b"\0", [1], [1]),

@@ -45,6 +45,7 @@ KERNEL_CALLS = [
     "sorted(page_index().longest_runs(np.array([7, 8]), {}))",
     "page_index().longest_runs(np.array([7, 8]), 2, {})",
     "page_index().longest_runs(np.array([7, 8]), 1, 0, [2, {}])",
+    "page_index().longest_runs(np.array([7, 8]), 1, 0, (), np.array([7, 8]), {})",
     "page_index().holders({})",
     "kernels.PageMemory(2, 4).sum_of(bytes(16), 4, 4, {}, 1, 2)",
     "kernels.PageMemory(2, 4).num_remembered(bytes(16), 4, 4, 0, 1, 2, {}, 16)",
@@ -76,7 +77,8 @@ def page_index():
     index = PageIndex()
     for column in range(4):
         index.add_column()
-        index.apply_snapshot(column, "e", 0, np.array([7, 8][:column]), np.array([8]))
+        ends = np.array([8]) if column == 3 else None
+        index.apply_snapshot(column, "e", 0, np.array([7, 8][:column]), np.array([8]), ends)
     return index
 
 def looked_up(page):
