@@ -124,7 +124,7 @@ class MambaRadixCache(PrefixCache):
                 done.mamba_exist = self._attach(done.last_node, mamba_value)
             return done
         finally:
-            self._end_insert()
+            self.end_insert()
 
     def _state_for(self, key: RadixKey, mamba_value: int) -> int:
         """Return the slot of the state after the last token of `key`; raise if the tree cannot adopt it."""

@@ -88,4 +88,4 @@ class RadixCache(PrefixCache):
             return insert_slots(self.parts, key, value, prev_prefix_len, swa_evicted_seqlen, from_node, priority)
         finally:
             if self.parts.components:
-                self._end_insert()
+                self.end_insert()

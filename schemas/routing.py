@@ -79,7 +79,9 @@ class RouteCandidate(_Facts):
     """A cache that a request may go to. All lengths are in tokens."""
 
     cache: str = Field(description="the name")
-    prefix_len: int = Field(description="stored, as the router knows; whole strides")
+    prefix_len: int = Field(
+        description="stored, as the router knows; whole strides, or whole pages of caches with a window or states"
+    )
     promised_len: int = Field(description="stored, or to be stored for earlier requests")
     uncached_tokens: int = Field(description="the rest of the prompt")
     pending_tokens: int = Field(description="that wait at the cache, or are computed")
@@ -90,7 +92,7 @@ class RouteExplanation(_Facts):
     """The caches that a router would compare for a prompt now."""
 
     num_tokens: int
-    stride_tokens: int = Field(description="prefixes are compared in units of it")
+    stride_tokens: int = Field(description="of the caches' events")
     weight: float = Field(description="RouteConfig.weight")
     candidates: tuple[RouteCandidate, ...] = Field(description="the least cost first; of equal costs a random one wins")
 

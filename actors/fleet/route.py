@@ -18,7 +18,8 @@ class Route:
 
     Attributes:
         cache: the name of the cache.
-        prefix_len: tokens of the prompt that are stored there, as the router knows; whole strides of the events.
+        prefix_len: tokens of the prompt that are stored there, as the router knows: whole strides of the events. Of a
+            cache with a window or states: up to the last page at which a match may end there.
         promised_len: tokens that are stored there, or will be once earlier requests are computed; at least prefix_len.
         uncached_tokens: the other tokens of the prompt, which the cache's worker has to compute.
         pending_tokens: tokens that are computed there, or wait for it, without this request.

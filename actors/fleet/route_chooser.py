@@ -28,7 +28,7 @@ class Prompt(NamedTuple):
     num_tokens: int
     hashes: Hashes  # the hash of each page that ends a stride
     shape: PageShape  # the shape by which it was hashed
-    pages: Hashes | None  # the hash of each page; None: no cache had ends
+    pages: Hashes | None = None  # the hash of each page; None: no cache had ends
 
     @property
     def stride(self) -> int:

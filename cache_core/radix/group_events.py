@@ -50,11 +50,11 @@ class GroupEvents(KVEventPublisher):
     def stored(self, leaf: TreeNode) -> None:
         """Publish a new node, in the groups that have it."""
         for run in self.runs(leaf):
-            self._sink.stored(run)
+            self.sink.stored(run)
 
     def runs(self, node: TreeNode) -> list[PageRun]:
         """Return the pages of a node once for each group that has them."""
-        run = page_run(node, self._page_size)._replace(group=_FULL)
+        run = page_run(node, self.page_size)._replace(group=_FULL)
         return [run, *self._other_runs(node, run)]
 
     def _other_runs(self, node: TreeNode, run: PageRun) -> Iterator[PageRun]:
@@ -68,7 +68,7 @@ class GroupEvents(KVEventPublisher):
     def _last_page(self, run: PageRun) -> PageRun:
         if len(run.hashes) == 1:
             return run
-        ids = run.token_ids[-self._page_size :]
+        ids = run.token_ids[-self.page_size :]
         return PageRun(run.hashes[-1:], int(run.hashes[-2]), ids, run.extra_key)
 
     # ---------------------------------------------------------------- changes
@@ -76,7 +76,7 @@ class GroupEvents(KVEventPublisher):
     def gained(self, component: Component, node: TreeNode) -> None:
         """Note that a node has got window KV or a state."""
         if node.namespace.live:
-            run = page_run(node, self._page_size)
+            run = page_run(node, self.page_size)
             run = run if component is self._window else self._last_page(run)
             self._new.append(run._replace(group=self._groups[component]))
 
@@ -87,7 +87,7 @@ class GroupEvents(KVEventPublisher):
 
     def _pages_of(self, component: Component, node: TreeNode) -> Hashes:
         """Return the pages of a node that a component's data is at, the last one first."""
-        digests = chain_hashes(node, self._page_size)[::-1]
+        digests = chain_hashes(node, self.page_size)[::-1]
         return short_hashes(digests if component is self._window else digests[:1])
 
     def removed(self, nodes: Iterable[TreeNode]) -> None:
@@ -95,8 +95,9 @@ class GroupEvents(KVEventPublisher):
         self.flush()
         super().removed(nodes)
 
-    def _remove(self, hashes: Hashes) -> None:
-        self._sink.removed(hashes, _FULL)
+    def remove(self, hashes: Hashes) -> None:
+        """Publish that full KV is gone, from its group."""
+        self.sink.removed(hashes, _FULL)
 
     def retired(self, nodes: Iterable[TreeNode]) -> None:
         """Publish that nodes cannot be matched any more, in every group; they are in the tree still."""
@@ -122,6 +123,6 @@ class GroupEvents(KVEventPublisher):
         gone, self._gone = self._gone, []
         new, self._new = self._new, []
         for (_, group), rows in groupby(gone, key=lambda row: (id(row[0]), row[1])):
-            self._sink.removed(np.concatenate([hashes for _, _, hashes in rows]), group)
+            self.sink.removed(np.concatenate([hashes for _, _, hashes in rows]), group)
         for run in new:
-            self._sink.stored(run)
+            self.sink.stored(run)

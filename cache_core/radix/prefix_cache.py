@@ -199,9 +199,9 @@ class PrefixCache(BasePrefixCache):
             return done
         finally:
             if parts.components:
-                self._end_insert()
+                self.end_insert()
 
-    def _end_insert(self) -> None:
+    def end_insert(self) -> None:
         """Do the last steps of an insert into a cache with components, also if it has failed."""
         if self.parts.events is not None:
             self.parts.events.flush()

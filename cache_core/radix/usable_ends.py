@@ -1,4 +1,4 @@
-"""`UsableEnds`: publishes where a match may end in a cache with windows or states, beside the pages at strides.
+"""`UsableEnds`: publishes where a match may end in a cache with windows or states, and the pages at strides.
 
 An *end* is a page at which every component lets a match end, whatever the stride. Which of these pages are ends:
 
@@ -18,8 +18,8 @@ All KV before an end is there. A prompt that continues a published prompt or ans
 match. The new nodes of a lease are *held*: they get their ends when its whole prompt is published, and when the lease
 ends. So a page that is published while a request decodes costs no event of its own.
 
-What an operation changes is collected, and published by `flush` as a difference. Costs the changed nodes, the nodes one
-window below those that gained or lost window KV, and for each the nodes one window above.
+The changes of an operation are collected, and `flush` publishes the difference. It costs the changed nodes, the nodes
+one window below those that gained or lost window KV, and for each the nodes one window above.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class UsableEnds(KVEventPublisher):
 
     def stored(self, leaf: TreeNode) -> None:
         """Note a new node. Costs SHA-256 of its pages."""
-        chain_hashes(leaf, self._page_size)
+        chain_hashes(leaf, self.page_size)
         self._leaves.append(leaf)
         parent = leaf.parent
         assert parent is not None
@@ -113,7 +113,7 @@ class UsableEnds(KVEventPublisher):
 
     def _add_stop(self, node: TreeNode) -> None:
         if not self._has_states:
-            self._stops.add(hash_to_int64(chain_hashes(node, self._page_size)[-1]))
+            self._stops.add(hash_to_int64(chain_hashes(node, self.page_size)[-1]))
 
     def removed(self, nodes: Iterable[TreeNode]) -> None:
         """Publish that nodes have left the tree, with their ends, unless their namespace is retired."""
@@ -224,7 +224,7 @@ class UsableEnds(KVEventPublisher):
         is_usable = before + node.end - start >= window
         if self._has_states:
             return [last] if is_usable else []
-        stride = self._stride_pages * self._page_size
+        stride = self._stride_pages * self.page_size
         first = start - start % stride + stride
         num_short = max(0, -(-(start + window - before - first) // stride))
         found = strides[num_short:]
@@ -256,7 +256,7 @@ class UsableEnds(KVEventPublisher):
 
     def _pages(self, node: TreeNode) -> tuple[list[int], int]:
         """Return the pages of a node that end strides, and its last page."""
-        digests = chain_hashes(node, self._page_size)
+        digests = chain_hashes(node, self.page_size)
         stride = self._stride_pages
-        first = -(node.end // self._page_size - len(digests) + 1) % stride
+        first = -(node.end // self.page_size - len(digests) + 1) % stride
         return [hash_to_int64(digest) for digest in digests[first::stride]], hash_to_int64(digests[-1])

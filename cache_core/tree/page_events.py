@@ -82,18 +82,21 @@ class KVEventPublisher:
         sink: receives the events.
         page_size: tokens of a page.
         stride: publish every `stride`-th page alone, without token ids; None: all pages, with theirs.
+
+    Attributes:
+        sink, page_size, stride: as given.
     """
 
     def __init__(self, sink: KVEventSink, page_size: int, stride: int | None = None) -> None:
-        self._sink = sink
-        self._page_size = page_size
-        self._stride = stride
+        self.sink = sink
+        self.page_size = page_size
+        self.stride = stride
 
     def stored(self, leaf: TreeNode) -> None:
         """Publish a new node. Costs SHA-256 of its pages."""
         run = self.run(leaf)
         if run is not None:
-            self._sink.stored(run)
+            self.sink.stored(run)
 
     def runs(self, node: TreeNode) -> list[PageRun]:
         """Return the runs of a node's pages that are published."""
@@ -102,9 +105,9 @@ class KVEventPublisher:
 
     def run(self, node: TreeNode) -> PageRun | None:
         """Return the pages of a node that are published; None if there are none."""
-        if self._stride is None:
-            return page_run(node, self._page_size)
-        run = strided_run(node, self._page_size, self._stride)
+        if self.stride is None:
+            return page_run(node, self.page_size)
+        run = strided_run(node, self.page_size, self.stride)
         return run if len(run.hashes) else None
 
     def removed(self, nodes: Iterable[TreeNode]) -> None:
@@ -112,17 +115,18 @@ class KVEventPublisher:
         for namespace, group in groupby(nodes, key=lambda node: node.namespace):
             if namespace.live:
                 rows = [self._hashes(node) for node in group]
-                if self._stride is None or any(map(len, rows)):
-                    self._remove(np.concatenate(rows))
+                if self.stride is None or any(map(len, rows)):
+                    self.remove(np.concatenate(rows))
 
-    def _remove(self, hashes: Hashes) -> None:
-        self._sink.removed(hashes)
+    def remove(self, hashes: Hashes) -> None:
+        """Publish that full KV is gone."""
+        self.sink.removed(hashes)
 
     def _hashes(self, node: TreeNode) -> Hashes:
         """Return the hashes of a node's published pages, the last one first."""
-        if self._stride is None:
-            return short_hashes(chain_hashes(node, self._page_size)[::-1])
-        return strided_run(node, self._page_size, self._stride).hashes[::-1]
+        if self.stride is None:
+            return short_hashes(chain_hashes(node, self.page_size)[::-1])
+        return strided_run(node, self.page_size, self.stride).hashes[::-1]
 
     def retired(self, nodes: Iterable[TreeNode]) -> None:
         """Publish that nodes cannot be matched any more, children before parents; they are in the tree still."""
@@ -130,7 +134,7 @@ class KVEventPublisher:
 
     def cleared(self) -> None:
         """Publish that no namespace can be matched any more."""
-        self._sink.cleared()
+        self.sink.cleared()
 
     def note_end(self, node: TreeNode, since: int) -> None:
         """Note that a request's prompt or answer ends at a node. Nodes up to token `since` were noted before."""

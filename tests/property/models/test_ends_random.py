@@ -392,7 +392,7 @@ def nodes_below_a_tombstone_keep_their_ends(patch: Patch) -> None:
 @fault
 def a_window_needs_a_page_less(patch: Patch) -> None:
     def live_up_to(original: Any, teller: UsableEnds, node: Any, runs: Any) -> int:
-        return int(original(teller, node, runs)) + teller._page_size
+        return int(original(teller, node, runs)) + teller.page_size
 
     around(patch, UsableEnds, "_live_up_to", live_up_to)
 
