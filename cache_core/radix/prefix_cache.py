@@ -203,10 +203,12 @@ class PrefixCache(BasePrefixCache):
 
     def end_insert(self) -> None:
         """Do the last steps of an insert into a cache with components, also if it has failed."""
-        if self.parts.events is not None:
-            self.parts.events.flush()
-        if self.parts.window is not None:
-            self.parts.window.release_replaced()
+        try:
+            if self.parts.events is not None:
+                self.parts.events.flush()
+        finally:
+            if self.parts.window is not None:
+                self.parts.window.release_replaced()
 
     def name_end(self, node: TreeNode, unnamed_from: int) -> None:
         events = self.parts.events

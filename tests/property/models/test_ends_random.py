@@ -25,7 +25,7 @@ from raydix.cache_core.tree.page_events import KVEventPublisher
 from raydix.schemas import CacheConfig, PoolConfig, SlimEventBatch, SlimEventSnapshot
 
 NUM_ROUNDS = 20
-NUM_ROUNDS_LONG = 3_000
+NUM_ROUNDS_LONG = 300
 FRESH = 1_000  # a token of no key
 
 
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
             pool=PoolConfig(
                 num_slots=80 * self.page,
                 num_swa_slots=None if self.window is None else 60 * self.page,
-                num_state_slots=12 if self.has_states else 0,
+                num_state_slots=24 if self.has_states else 0,
             ),
         )
 
@@ -149,7 +149,7 @@ class Traffic:
         stop = min(
             lease.num_slots, self.random.choice([known, known, self.random.randrange(known + 1), lease.num_slots])
         )
-        state = self.random.choice(["none", "own", "boundary"]) if self.shape.has_states else "none"
+        state = self.random.choice(["none", "own", "own", "boundary"]) if self.shape.has_states else "none"
         if state != "none":
             stop -= stop % page
         if stop <= known:
