@@ -2,7 +2,7 @@
 
 The structs have the names, order and defaults of vLLM 0.32's. They end before the fields that a cache cannot fill:
 these have defaults in vLLM's, and are not sent. `VllmBlockStored.cache_salt` is not vLLM's. Readers skip fields that
-they do not know. Needs the extra `zmq`.
+they do not know. Caches with a window or states name groups, as vLLM has since its #37688. Needs the extra `zmq`.
 """
 
 from __future__ import annotations

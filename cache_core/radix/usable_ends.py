@@ -16,7 +16,7 @@ An *end* is a page at which every component lets a match end, whatever the strid
 
 All KV before an end is there. A prompt that continues a published prompt or answer ends its match at an end, or has no
 match. The new nodes of a lease are *held*: they get their ends when its whole prompt is published, and when the lease
-ends. So a page that is published while a request decodes costs no event of its own.
+ends. So pages that are published while a request decodes cost one end, besides those at strides.
 
 The changes of an operation are collected, and `flush` publishes the difference. It costs the changed nodes, the nodes
 one window below those that gained or lost window KV, and for each the nodes one window above.
@@ -25,6 +25,7 @@ one window below those that gained or lost window KV, and for each the nodes one
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import cast
 
 import numpy as np
@@ -38,6 +39,7 @@ from raydix.cache_core.tree.page_events import NO_IDS, EndEventSink, Hashes, KVE
 from raydix.cache_core.tree.page_hashes import chain_hashes
 from raydix.cache_core.tree.tree_node import TreeNode
 
+_end_of = attrgetter("end")
 _TO_ROOT = 2**62  # live tokens before a node, if the run begins at the root: more than any window
 
 
@@ -82,10 +84,15 @@ class UsableEnds(KVEventPublisher):
         if self._window is None:
             return
         self._held.add(leaf)
-        if parent.data:
+        if not parent.data:
+            return
+        last = self._last_page(parent)
+        if parent not in self._held or len(parent.children) > 1:
             self._changed[parent] = None
-            if parent not in self._held or len(parent.children) > 1:
-                self._add_stop(parent)
+            if not self._has_states:
+                self._stops.add(last)
+        elif last in self._ends:  # The live run goes on now.
+            self._changed[parent] = None
 
     def gained(self, component: Component, node: TreeNode) -> None:
         """Note that a node has got window KV or a state."""
@@ -103,17 +110,14 @@ class UsableEnds(KVEventPublisher):
         """Note that a request's prompt or answer ends at a node. Nodes up to token `since` were noted before."""
         if not node.data:
             return
-        self._add_stop(node)
         self._changed[node] = None
+        if not self._has_states:
+            self._stops.add(self._last_page(node))
         while node.data and node.end > since:
             self._changed[node] = None
             self._held.discard(node)
             assert node.parent is not None
             node = node.parent
-
-    def _add_stop(self, node: TreeNode) -> None:
-        if not self._has_states:
-            self._stops.add(hash_to_int64(chain_hashes(node, self.page_size)[-1]))
 
     def removed(self, nodes: Iterable[TreeNode]) -> None:
         """Publish that nodes have left the tree, with their ends, unless their namespace is retired."""
@@ -172,7 +176,7 @@ class UsableEnds(KVEventPublisher):
         added: dict[int, None] = {}
         gone: list[int] = []
         runs: dict[TreeNode, int] = {}
-        for node in changed:
+        for node in sorted(changed, key=_end_of):  # A node asks for the run of its parent.
             if node.slots is None or not node.namespace.live or not node.data:
                 continue
             strides, last = self._pages(node)
@@ -253,6 +257,9 @@ class UsableEnds(KVEventPublisher):
         for below in reversed(path):
             live = runs[below] = live + len(below)
         return live
+
+    def _last_page(self, node: TreeNode) -> int:
+        return hash_to_int64(chain_hashes(node, self.page_size)[-1])
 
     def _pages(self, node: TreeNode) -> tuple[list[int], int]:
         """Return the pages of a node that end strides, and its last page."""

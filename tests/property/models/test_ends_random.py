@@ -398,17 +398,6 @@ def a_window_needs_a_page_less(patch: Patch) -> None:
 
 
 @fault
-def a_run_is_remembered_as_far_as_it_was_seen(patch: Patch) -> None:
-    def live_up_to(original: Any, teller: UsableEnds, node: Any, runs: Any) -> int:
-        length = int(original(teller, node, runs))
-        if node in runs and node.parent is not None and node.parent.data and node.parent not in runs:
-            runs[node.parent] = runs[node] - len(node)
-        return length
-
-    around(patch, UsableEnds, "_live_up_to", live_up_to)
-
-
-@fault
 def prompts_have_no_end(patch: Patch) -> None:
     patch.setattr(UsableEnds, "note_end", lambda *_: None)
 
@@ -420,7 +409,21 @@ def answers_have_no_end(patch: Patch) -> None:
 
 @fault
 def only_live_runs_end(patch: Patch) -> None:
-    patch.setattr(UsableEnds, "_add_stop", lambda *_: None)
+    def flush(original: Any, teller: UsableEnds) -> None:
+        teller._stops.clear()
+        original(teller)
+
+    around(patch, UsableEnds, "flush", flush)
+
+
+@fault
+def a_run_that_goes_on_keeps_its_last_end(patch: Patch) -> None:
+    def stored(original: Any, teller: UsableEnds, leaf: Any) -> None:
+        changed = dict(teller._changed)
+        original(teller, leaf)
+        teller._changed = changed
+
+    around(patch, UsableEnds, "stored", stored)
 
 
 @fault

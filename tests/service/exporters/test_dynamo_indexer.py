@@ -18,11 +18,12 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from support.exporters.running_exporter import FREE_PORT, PAGE, exporting, full, publish, restart, tokens
+from support.exporters.running_exporter import FREE_PORT, PAGE, exporting, full, host_of, publish, restart, tokens
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.exporters.vllm_events import VllmEventExporter
-from raydix.schemas import frame_namespace
+from raydix.cache_core import KVCache
+from raydix.schemas import CacheConfig, frame_namespace
 
 PINNED = "1.6.1"
 pytestmark = pytest.mark.skipif(
@@ -153,3 +154,23 @@ async def test_its_scores_are_the_lengths_that_the_caches_match(
     async with asyncio.timeout(60):  # closed exporters leave no blocks
         while await indexer.scores(model, tokens(0, 1, 2)):  # noqa: ASYNC110 -- it must be asked
             await asyncio.sleep(0.05)
+
+
+async def test_it_counts_the_group_of_the_full_kv_alone(indexer: Indexer) -> None:
+    config = full(64).model_copy(update={"sliding_window_size": PAGE})
+    ids, model = tokens(0, 1, 2, 1, 0, 2), "model-window"
+    async with LocalPrefixCache(CacheConfig.model_validate(config.model_dump())) as cache:
+        async with exporting(cache, replay_endpoint=FREE_PORT, medium="GPU") as exporter:
+            await indexer.register(exporter, 7, model)
+            await publish(cache, 0, 1, 2, 1, 0, 2)
+            core = host_of(cache).service.core
+            assert isinstance(core, KVCache)
+            for num_gone in (0, 4 * PAGE, 2 * PAGE):  # the window KV of the upper part, and then of all
+                core.evict_window(num_gone)
+                wanted = (await cache.match(ids)).full_prefix_len
+                until = time.monotonic() + 60
+                while (found := await indexer.scores(model, ids)) != ({"7": wanted} if wanted else {}):
+                    assert time.monotonic() < until, (found, wanted)
+                    await asyncio.sleep(0.05)
+                await asyncio.sleep(0.2)
+                assert await indexer.scores(model, ids) == found

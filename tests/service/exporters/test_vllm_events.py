@@ -32,6 +32,7 @@ from raydix.schemas import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheConfig,
     InvalidRequest,
     PoolConfig,
     StaleEpoch,
@@ -84,6 +85,31 @@ async def test_an_event_has_unsigned_hashes_tokens_parent_and_medium() -> None:
     assert {batch.data_parallel_rank for batch in subscriber.batches} == {3}
     times = [batch.ts for batch in subscriber.batches]
     assert times == sorted(times)
+
+
+async def test_events_of_a_cache_with_a_window_and_states_name_their_groups() -> None:
+    fields: dict[str, Any] = {"kind": "mamba", "sliding_window_size": PAGE, "page_size": PAGE, "events": "full"}
+    pool = PoolConfig(num_slots=64 * PAGE, num_swa_slots=64 * PAGE, num_state_slots=8)
+    ids = [1] * PAGE + [2] * PAGE
+    async with exported(CacheConfig(pool=pool, **fields), medium="GPU") as (cache, exporter, subscriber):
+        await subscriber.caught_up(exporter, cache)
+        lease = await cache.acquire(ids)
+        await lease.insert(ids, publish_state=True, release=True)
+        await cache.evict(2 * PAGE)
+        await subscriber.caught_up(exporter, cache)
+
+    one, two = page_hashes(ids, PAGE).astype("u8").tolist()
+    _, *stored, state_gone, window_gone, gone = [event for batch in subscriber.batches for event in batch.events]
+    assert [(event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in stored] == [
+        (0, "full_attention", None),
+        (1, "sliding_window", PAGE),
+        (2, "mamba", None),
+    ]
+    assert [event.block_hashes for event in stored] == [[one, two], [one, two], [two]]
+    assert [event.parent_block_hash for event in stored] == [None, None, one]
+    assert [event.token_ids for event in stored] == [ids, ids, ids[PAGE:]]
+    removed = sorted([event.group_idx, event.block_hashes] for event in (state_gone, window_gone, gone))
+    assert removed == [[0, [two, one]], [1, [two, one]], [2, [two]]]
 
 
 NAME_AND_PATH = namespace_of("adapter", "/models/adapter")

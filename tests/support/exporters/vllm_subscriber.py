@@ -176,6 +176,8 @@ class VllmSubscriber:
             if kind == "AllBlocksCleared":
                 self.blocks.clear()
                 self.is_synced = True
+            elif event.group_idx:
+                pass  # `blocks` has the full KV alone
             elif self.is_synced and kind == "BlockStored":
                 self._store(event)
             elif self.is_synced:
