@@ -178,7 +178,7 @@ class Traffic:
             if end // stride > leading(chain, model.stored):
                 return
         args = packed(pages), stride
-        wanted = {(each, *model.runs(chain, pages, stride)) for each, model in self.model.items()}
+        wanted = {(column, *model.runs(chain, pages, stride)) for column, model in self.model.items()}
         wanted = {run for run in wanted if run[2]}
 
         assert {run for run in self.index.prefix_runs(packed(chain), *args) if run[2]} == wanted

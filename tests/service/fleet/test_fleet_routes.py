@@ -47,9 +47,9 @@ async def test_a_hybrid_cache_is_promised_up_to_its_last_state_and_not_by_its_kv
         assert (route.cache, route.prefix_len, route.promised_len) == ("c", len(short), len(short))
         assert (await caches["c"].match(prompt(1, 5))).prefix_len == len(short)
         route.cancel()
-        by_name = {each.cache: each for each in fleet.explain(prompt(1, 5)).candidates}
+        by_name = {row.cache: row for row in fleet.explain(prompt(1, 5)).candidates}
         assert [by_name[name].prefix_len for name in "abc"] == [0, 0, len(short)]
-        assert {each.cache: each.pages for each in fleet.stats().caches} == {"a": 0, "b": 4, "c": 2}
+        assert {row.cache: row.pages for row in fleet.stats().caches} == {"a": 0, "b": 4, "c": 2}
 
 
 async def test_a_window_cache_is_promised_where_a_window_ends() -> None:

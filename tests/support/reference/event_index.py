@@ -74,10 +74,10 @@ class ReplayedIndex:
             blocks = self.others[event.group_idx]
             assert blocks.isdisjoint(event.block_hashes), "stored twice"
             blocks.update(event.block_hashes)
-            for number, each in enumerate(event.block_hashes):
+            for number, block in enumerate(event.block_hashes):
                 there = Block(parent, event.namespace, tuple(ids[number * size : (number + 1) * size]))
-                assert self.blocks[each] == there, f"{each} differs from the block of the full KV"
-                parent = each
+                assert self.blocks[block] == there, f"{block} differs from the block of the full KV"
+                parent = block
             return
         assert parent is None or self.blocks[parent].namespace == event.namespace
         for number, each in enumerate(event.block_hashes):
