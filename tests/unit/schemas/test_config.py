@@ -533,7 +533,7 @@ DEFAULTS: dict[int, dict[type[BaseModel], dict[str, Any]]] = {
 }
 
 
-DEFAULTS[2] = DEFAULTS[3] = DEFAULTS[4] = DEFAULTS[5] = DEFAULTS[1]
+DEFAULTS[2] = DEFAULTS[3] = DEFAULTS[4] = DEFAULTS[5] = DEFAULTS[6] = DEFAULTS[1]
 
 
 def test_a_default_that_changes_gets_a_new_protocol_number() -> None:
