@@ -227,7 +227,7 @@ class PageIndex:
             the prompt, at most one stride above its stored pages, and so is `expected`, unless pages beyond the
             stored ones are pending or promised.
         """
-        return self._table.runs(_keys(hashes), _ALL, 0, [], _keys(pages), index(stride))
+        return self._table.runs(_keys(hashes), _ALL, 0, [], _pages(pages), index(stride))
 
     def longest_runs(
         self,
@@ -253,7 +253,7 @@ class PageIndex:
         if count < 0 or offset < 0:
             raise ValueError(f"count and offset must be at least 0, not {count} and {offset}")
         holders = [self._column(column).holder for column in also]
-        return self._table.runs(_keys(hashes), count, offset, holders, _keys(pages), index(stride))
+        return self._table.runs(_keys(hashes), count, offset, holders, _pages(pages), index(stride))
 
     def holders(self, page: int) -> dict[int, set[str]]:
         """Return the columns that hold a page, each with how: "stored", "pending", "promised"."""
@@ -299,6 +299,10 @@ def _keys(hashes: Hashes) -> Any:
     return _numbers(hashes, np.int64)
 
 
+def _pages(pages: Hashes) -> Any:
+    return _NO_KEYS if pages is _NO_PAGES else _keys(pages)
+
+
 def _numbers(numbers: Any, dtype: type[np.generic]) -> Any:
     """Return numbers as the table takes them.
 
@@ -317,3 +321,4 @@ def _described(numbers: Any) -> str:
 
 
 assert (NOTE, STORE_END, REMOVE_END) == (5, 6, 7), "the kinds of events in `PageIndex.apply` are the table's"
+_NO_KEYS = _keys(_NO_PAGES)
