@@ -21,6 +21,7 @@ M = TypeVar("M", bound=Message)
 
 COUNTED_ANYWAY = {
     *("batches", "requests", "probes", "open_sessions", "loop_lag_ms", "owners", "uptime_s"),
+    *("oldest_lease_s", "oldest_waiter_s", "silent_sessions"),
     *("exhausted", "refusals", "too_large", "tokens_requested", "tokens_refused"),
     *("batch_size", "acquire_latency", "lock_latency", "insert_latency", "waited", "wait_time"),
 }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from support.reference.event_index import ReplayedIndex, batch_after, snapshot_of
+from support.reference.event_index import ReplayedIndex, batch_after, groups_of, snapshot_of
 from support.reference.keys import Token, event_hashes, page_hashes, pairs
 
 from raydix.actors.service.event_feed import EventFeed
@@ -87,7 +87,8 @@ def num_shared(one: Prompt, other: Prompt) -> int:
 
 def prompts_meet_where_their_ids_are_equal(kind: str, prompts: list[Prompt], page_size: int, forms: list[str]) -> None:
     """Check every width of ids; each prompt keeps the hashes of its events."""
-    tree, feed = TREES[kind](page_size), EventFeed("e", page_size, "CPU")
+    tree = TREES[kind](page_size)
+    feed = EventFeed("e", page_size, "CPU", groups=groups_of(tree))
     tree.publish_events_to(feed)
     index, there = ReplayedIndex(), set[int]()
     for number, (prompt, form) in enumerate(zip(prompts, forms, strict=False)):

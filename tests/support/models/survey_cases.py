@@ -29,7 +29,7 @@ TOLERANCE = 5e-3
 
 SHORT, LONG = 24, 40  # tokens of a prompt, both longer than the windows
 VOLATILE = (
-    *("uptime_s", "loop_lag_ms", "batch_size", "batches", "requests", "eviction_task"),
+    *("uptime_s", "oldest_lease_s", "loop_lag_ms", "batch_size", "batches", "requests", "eviction_task"),
     *("acquire_latency", "lock_latency", "insert_latency"),
 )
 
