@@ -15,12 +15,13 @@ In a tree that is divided among tenants, also:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
 from raydix.cache_core.components.component import Component
 from raydix.cache_core.eviction.policy import EvictionPolicy
 from raydix.cache_core.eviction.queue import EvictionQueue
+from raydix.cache_core.eviction.queue_walk import QueueWalk, TenantsWalk, TwoQueuesWalk, VictimWalk
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.eviction.two_queues import TwoQueues
 from raydix.cache_core.kernels import LockAccounting, Victims
@@ -37,6 +38,8 @@ class FullKV(LockAccounting):
         policy: the eviction policy.
         tenants: the tenants, with their candidates and retired nodes. Retired nodes go before all others.
         is_divided: whether tokens are counted by tenant.
+        on_victim: called with each live node that is about to leave the tree, or to lose its window KV or its state. It
+            must not change the tree. None: not called.
     """
 
     _queue: EvictionQueue | Tenants | TwoQueues  # the compiled loops push to it and pop from it
@@ -58,6 +61,7 @@ class FullKV(LockAccounting):
         self._aux = aux  # the components that hear of nodes that leave
         self.policy = policy
         self.is_divided = False
+        self.on_victim: Callable[[TreeNode], None] | None = None
 
     def divide(self, tenants: Tenants) -> None:
         """Count tokens by tenant from now on, and keep the tenants' floors. The tree must be empty.
@@ -112,6 +116,12 @@ class FullKV(LockAccounting):
 
     # ---------------------------------------------------------------- eviction
 
+    def walk(self) -> VictimWalk:
+        """Return a walk over the unlocked leaves in the order of eviction, which changes nothing."""
+        if self.two_queues is not None:
+            return TwoQueuesWalk(self.two_queues)
+        return TenantsWalk(self.tenants) if self.is_divided else QueueWalk(self.tenants.rest.queue)
+
     def evict(self, num_tokens: int, victims: Victims) -> None:
         """Take out unlocked leaves until the victims hold `num_tokens`: retired ones, then in the policy's order.
 
@@ -122,7 +132,7 @@ class FullKV(LockAccounting):
         if self.tenants.has_retired:
             num_tokens = min(index(num_tokens), self.evictable)
             self.evict_retired(num_tokens, victims)
-        if self._aux or self.is_divided:
+        if self._aux or self.is_divided or self.on_victim is not None:
             while victims.num_tokens < num_tokens and (leaf := self._queue.pop()) is not None:
                 self._spare_head(leaf, num_tokens - victims.num_tokens)
                 self._remove(leaf, victims)
@@ -161,6 +171,8 @@ class FullKV(LockAccounting):
             self._cut_to_spare(leaf)
         parent, live = leaf.parent, leaf.namespace.live
         assert parent is not None
+        if live and self.on_victim is not None:
+            self.on_victim(leaf)
         for component in self._aux:
             component.on_remove(leaf)
         if self.two_queues is not None:

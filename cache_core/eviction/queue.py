@@ -10,8 +10,9 @@ later are sorted into `LateNodes`: O(log n) and a short move.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from raydix.cache_core import kernels
@@ -21,6 +22,8 @@ from raydix.cache_core.tree.tree_node import TreeNode
 Rank = Any
 # The id in the middle is the node's: among equal ranks the older node goes first.
 Entry = tuple[Rank, int, TreeNode]
+
+_place_of = itemgetter(0, 1)  # rank and id of an entry
 
 _LONGEST = 1024  # entries of a run of `LateNodes`; a longer one is split in two
 
@@ -76,6 +79,14 @@ class LateNodes:
         """Return the lowest entry; None if there is none."""
         return self._runs[0][0] if self._runs else None
 
+    def after(self, place: tuple[Rank, int]) -> Entry | None:
+        """Return the lowest entry behind a rank and an id; None if there is none. O(log n)."""
+        at = bisect_right(self._lasts, place, key=_place_of)
+        if at == len(self._runs):
+            return None
+        run = self._runs[at]
+        return run[bisect_right(run, place, key=_place_of)]
+
     def clear(self) -> None:
         """Forget every node."""
         self.ranks.clear()
@@ -112,6 +123,12 @@ class EvictionQueue(kernels.RankedQueue):
         """Return the candidate of the lowest rank as (rank, id, node); None if there is none."""
         head, late = self.first_ranked(), self._late.first()
         return late if head is None or (late is not None and late[:2] < head[:2]) else head
+
+    def late_after(self, place: tuple[Rank, int] | None) -> Entry | None:
+        """Return the lowest late entry behind a rank and an id, or of all; None if there is none. O(log n)."""
+        if not self.num_late:
+            return None
+        return self._late.first() if place is None else self._late.after(place)
 
     def clear(self) -> None:
         """Forget every candidate."""

@@ -791,6 +791,10 @@ class RankedQueue:
         head: Node | None = self._head
         return None if head is None else (self._rank_of(head), head.id, head)
 
+    def ranked_after(self, node: Node | None) -> Any:
+        """Return the node that goes after a node of this queue, or the first one; None: there is none. O(1)."""
+        return self._head if node is None else node.after
+
     def ranked(self) -> list[tuple[Any, int, Any]]:
         """Return the rank, the id and the node of each node in the queue, in order."""
         found: list[Any] = []

@@ -15,7 +15,7 @@ from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.leases.kv_accounting import check_accounting
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
-from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.leases.pending_pages import PendingPages
 from raydix.cache_core.leases.results import PoolSizes, Published
@@ -27,6 +27,7 @@ from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
 from raydix.cache_core.tree.page_events import Hashes, KVEventSink, PageRun, SlimEventSink
 from raydix.cache_core.tree.radix_key import RadixKey, check_key
+from raydix.cache_core.tree.tree_node import NodePath, TreeNode
 
 _RECLAIMED_AT_ONCE = 4096  # retired slots that `retire`, `reset` and `release` free; `reclaim` frees all others
 
@@ -299,7 +300,171 @@ class KVCache(LeasedCache):
     def _notify_pressure(self) -> None:
         self.pools.notify_pressure()
 
+    # ---------------------------------------------------------------- moves between tiers
+
+    @property
+    def radix(self) -> PrefixCache:
+        """The tree; moves need one of nodes with pages."""
+        assert isinstance(self.tree, PrefixCache), f"a {type(self.tree).__name__} has no tiers"
+        return self.tree
+
+    def tree_key(self, key: RadixKey) -> RadixKey:
+        """Return the tree's key of a request's tokens."""
+        return self._tree_key(key)
+
+    def lock_node(self, node: TreeNode, path: NodePath) -> LeaseRecord:
+        """Lock a node as the source of a copy. The use of its path is not noted, and no request is counted.
+
+        Args:
+            path: the path to the node.
+        """
+        return self._add_quiet(path.key, node, path.starts, len(path.starts), node.end)
+
+    def find_source(self, key: RadixKey, limit: int) -> LeaseRecord:
+        """Lock the cached prefix of the first `limit` units of a tree's key as the source of a copy: a request."""
+        match = self.tree.match_pages(key, limit)
+        self.pools.verify(match.starts, match.last_node)
+        lease = self._add_quiet(key, match.last_node, match.starts, len(match.starts), match.prefix_len)
+        self._count_request(lease, 1)
+        return lease
+
+    def open_target(self, key: RadixKey, limit: int, with_state: bool = False) -> LeaseRecord:
+        """Take private pages for the tokens of a tree's key behind its full KV up to `limit`, which is locked.
+
+        The use of the path is not noted, and no request is counted.
+
+        Args:
+            with_state: the lease gets a state slot.
+
+        Raises:
+            OutOfSlotsError: too few slots or states are free or evictable; nothing was allocated.
+        """
+        tenant, num_pages = self.tenants.of(key.extra_key), len(key) // self.page_size
+        node, starts = self.radix.locate(key, limit)
+        lease = self._add_quiet(key, node, starts, len(starts), len(starts) * self.page_size)
+        try:
+            self.pools.check_pages(num_pages - len(starts), tenant)
+            if with_state:
+                lease.state_slot = self.pools.take_state(tenant)
+            lease.add_pages(self.pools.take_pages(num_pages - len(starts), tenant))
+        except BaseException:  # a pool may raise while an eviction frees pages to it
+            self.end_quietly(lease)
+            raise
+        lease.num_slots = len(lease.starts) * self.page_size
+        return lease
+
+    def _add_quiet(
+        self, key: RadixKey, node: TreeNode, starts: Starts, num_published: int, num_tokens: int
+    ) -> LeaseRecord:
+        receipt = self.tree.inc_lock_ref(node)
+        lease_id = self.leases.new_id()
+        lease = LeaseRecord(lease_id, TIERS, key, node, receipt, num_tokens, starts, num_published, num_tokens)
+        lease.only_locks = True
+        self.leases.add(lease)
+        return lease
+
+    def publish_copy(self, lease: LeaseRecord, key: RadixKey, live_from: int, state_slot: int | None = None) -> int:
+        """Publish pages of a lease that a copy has filled: those of a tree's key, which has whole pages.
+
+        Args:
+            live_from: the copied pages before this token have full KV only.
+            state_slot: the slot of the state after the last token, which goes to the tree; None without one.
+
+        Returns:
+            The tokens that the tree did not have.
+        """
+        page, first = self.page_size, lease.num_published_pages
+        live_from = min(live_from, len(key))
+        if self.tree.sliding_window_size is not None and live_from > first * page:
+            self.pools.free_window(lease.starts[first : live_from // page])
+            lease.swa_freed_len = live_from
+        num_new = 0
+        if len(key) > first * page:
+            tenant = self.tenants.of(key.extra_key)
+            num_new = self._publish(lease, key, first, len(key) // page, tenant).num_inserted
+        if state_slot is not None:
+            self.pools.publish_state(state_slot, lease.node)
+        return num_new
+
+    def end_quietly(self, lease: LeaseRecord, is_use: bool = False) -> None:
+        """End a lease of a move: free its private slots, and keep its published pages.
+
+        Args:
+            is_use: the window KV at its end was in use until now.
+        """
+        self.leases.drop(lease)
+        try:
+            if is_use:
+                self.tree.use_window(lease.node)
+            self.tree.dec_lock_ref(lease.node, lease.receipt)
+            if lease.retired:
+                self._reclaim_some()
+        finally:  # the pool may raise while retired pages are freed
+            self._free_private(lease)
+        self._notify_pressure()
+
+    def begin_fill(self, lease: LeaseRecord, num_tokens: int) -> None:
+        """Keep an open lease from its session while a load fills its pages up to a token.
+
+        A lease that only locks gets pages for it.
+
+        Raises:
+            OutOfSlotsError: too few slots are free or evictable; nothing was allocated.
+        """
+        if lease.num_slots < num_tokens:
+            tenant, num_pages = self.tenants.of(lease.key.extra_key), -(-num_tokens // self.page_size)
+            self.pools.check_capacity(num_pages, tenant)
+            lease.add_pages(self.pools.take_pages(num_pages - len(lease.starts), tenant))
+            lease.num_slots = num_tokens
+        self.leases.begin_fill(lease)
+
+    def reload_state(self, lease: LeaseRecord) -> None:
+        """Undo a copy into the lease's state slot: copy the state at the end of its cached prefix again."""
+        if lease.state_slot is not None:
+            self.pools.load_state(lease.node, lease.state_slot)
+
+    def hand_out(self, lease: LeaseRecord, prefix_len: int) -> None:
+        """Give a filled lease to its session. Its cached prefix is `prefix_len` tokens long now.
+
+        The loaded tokens are counted as reused. A lease that only locks gives back its private pages.
+        """
+        loaded, counters = prefix_len - lease.prefix_len, self.counters
+        if lease.resumed:
+            counters.tokens_reused_resumed += loaded
+        else:
+            counters.hits += loaded > 0 and not lease.prefix_len
+            counters.tokens_reused += loaded
+        lease.loaded_len += loaded
+        lease.prefix_len = prefix_len
+        self._trim(lease)
+        self.leases.end_fill(lease)
+
+    def take_back_fill(self, lease: LeaseRecord) -> None:
+        """End a lease that is not handed out. Its session may open another one of the same id.
+
+        Its request was not counted, unless the session has ended the lease.
+        """
+        if lease.filling_for:
+            self._count_request(lease, -1)
+            for observer in self.observers:
+                observer.ended(lease)
+        self.end_quietly(lease)
+
+    def _trim(self, lease: LeaseRecord) -> None:
+        """Free the private pages of a lease that only locks."""
+        private = lease.private_starts
+        if lease.only_locks and len(private):
+            lease.starts = lease.starts[: lease.num_published_pages]
+            lease.num_slots = len(lease.starts) * self.page_size
+            self.leases.note_growth()
+            self.pools.free_private(private.copy(), (), self.tenants.of(lease.key.extra_key))
+            self._notify_pressure()
+
     # ---------------------------------------------------------------- eviction, retirement
+
+    def watch_victims(self, on_victim: Callable[[TreeNode], None] | None) -> None:
+        """Call `on_victim` before each eviction: see `PrefixCache.watch_victims`."""
+        self.radix.watch_victims(on_victim)
 
     def evict(self, num_tokens: int, cause: str = "request") -> int:
         return self.pools.evict(index(num_tokens), cause=cause).full_evicted

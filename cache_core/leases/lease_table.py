@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import count
 from time import monotonic
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 from raydix.cache_core.errors import ExpiredLeaseError, InvalidKeyError, LeaseRangeError, UnknownLeaseError
 from raydix.cache_core.tree.packed_slots import Starts
 from raydix.cache_core.tree.radix_key import RadixKey
+
+TIERS = "tiers"  # the session of the leases that move KV between tiers; no client may have its id
 
 
 class LeaseRecord:
@@ -25,8 +28,10 @@ class LeaseRecord:
         "_buffer",
         "boundary_len",
         "boundary_slot",
+        "filling_for",
         "key",
         "lease_id",
+        "loaded_len",
         "named_len",
         "node",
         "num_published_pages",
@@ -66,7 +71,7 @@ class LeaseRecord:
         self.key = key
         self.node = node  # the locked node at the end of the published pages; without any, the root or None
         self.receipt = receipt  # the receipt of the lock on `node`; the unlock needs it
-        self.prefix_len = prefix_len  # cached tokens at its beginning; never changes
+        self.prefix_len = prefix_len  # cached tokens at its beginning; a load makes it longer before the hand-out
         self.starts = starts  # first slots of the pages, in token order
         self._buffer: Starts | None = None  # memory with room for more pages; `starts` is a view of its beginning
         self.num_published_pages = num_published_pages
@@ -84,6 +89,9 @@ class LeaseRecord:
         self.offer_id = ""  # id of the open offer to other sessions; "" without one
         self.resumed = False  # its request had a lease before, which was preempted
         self.only_locks = False  # `lock` opened it, and `extend` was not called
+        # while a load fills it: the session that it is for, "" if that has ended it; it stands under `TIERS` meanwhile
+        self.filling_for: str | None = None
+        self.loaded_len = 0  # tokens of `prefix_len` that a load brought
 
     @property
     def private_starts(self) -> Starts:
@@ -211,6 +219,7 @@ class LeaseTable:
         self.num_changes = 0  # beginnings, ends, moves and growths of leases
         self._leases: dict[str, LeaseRecord] = {}
         self._by_session: dict[str, dict[str, None]] = {}
+        self._numbers = count(1)
 
     def add(self, lease: LeaseRecord) -> None:
         """Open a lease; its id must be new."""
@@ -269,11 +278,56 @@ class LeaseTable:
 
     def move(self, lease: LeaseRecord, session_id: str) -> None:
         """Move a lease to another session. For the old session it has ended."""
+        self.ended.add(lease.session_id, lease.lease_id)
+        self._enter_session(lease, session_id)
+
+    def _enter_session(self, lease: LeaseRecord, session_id: str) -> None:
         self.num_changes += 1
         self._leave_session(lease)
-        self.ended.add(lease.session_id, lease.lease_id)
         lease.session_id = session_id
         self._by_session.setdefault(session_id, {})[lease.lease_id] = None
+
+    # ---------------------------------------------------------------- moves between tiers
+
+    def new_id(self) -> str:
+        """Return an id for a lease of a move."""
+        while (lease_id := f"{TIERS}-{next(self._numbers)}") in self._leases:
+            pass
+        return lease_id
+
+    def drop(self, lease: LeaseRecord) -> None:
+        """Close a lease of a move. It is not remembered: no message can name it."""
+        assert lease.session_id == TIERS, f"lease {lease.lease_id} is a client's"
+        self.num_changes += 1
+        del self._leases[lease.lease_id]
+        self._leave_session(lease)
+
+    def begin_fill(self, lease: LeaseRecord) -> None:
+        """Keep a lease from its session while a load fills it."""
+        assert lease.filling_for is None and not lease.offer_id, f"lease {lease.lease_id} is in use"
+        lease.filling_for = lease.session_id
+        self._enter_session(lease, TIERS)
+
+    def end_fill(self, lease: LeaseRecord) -> None:
+        """Hand a filled lease to its session."""
+        assert lease.filling_for, f"lease {lease.lease_id} is not for a session"
+        self._enter_session(lease, lease.filling_for)
+        lease.filling_for = None
+
+    def abandon(self, lease_id: str, session_id: str) -> LeaseRecord | None:
+        """End a lease that is being filled for a session, but not its load; None if there is no such lease."""
+        lease = self._leases.get(lease_id)
+        if lease is None or not session_id or lease.filling_for != session_id:
+            return None
+        lease.filling_for = ""
+        self.ended.add(session_id, lease_id)
+        return lease
+
+    def filling_for(self, session_id: str) -> list[LeaseRecord]:
+        """Return the leases that are being filled for a session. O(moves in flight)."""
+        return [lease for lease in self.of_session(TIERS) if lease.filling_for == session_id]
+
+    # ---------------------------------------------------------------- offers
 
     def offer(self, lease: LeaseRecord, offer_id: str, expires_at: float) -> None:
         """Let another session adopt a lease until `expires_at`. A new offer of the lease replaces the old one."""

@@ -150,6 +150,19 @@ class LeasedCache(ABC):
         for observer in self.observers:
             observer.granted(lease, max_prefix_len)
 
+    def _count_request(self, lease: LeaseRecord, times: int) -> None:
+        """Count a request as `_add_lease` does, without observers; -1 times: it begins again, so it did not count."""
+        counters, prefix_len = self.counters, lease.prefix_len - lease.loaded_len
+        if lease.resumed:
+            counters.num_resumed += times
+            counters.tokens_resumed += times * len(lease.key)
+            counters.tokens_reused_resumed += times * prefix_len
+        else:
+            counters.acquires += times
+            counters.hits += times * (prefix_len > 0)
+            counters.tokens_requested += times * len(lease.key)
+            counters.tokens_reused += times * prefix_len
+
     def count_refusal(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Count that the caller refuses a lease of `key` over `num_tokens` tokens for lack of slots."""
         counters = self.counters
@@ -234,11 +247,28 @@ class LeasedCache(ABC):
 
         If the lease is not open, its id is remembered as ended, because its request may still be in transit.
         """
-        lease = self.leases.find(lease_id, session_id)
+        try:
+            lease = self.leases.find(lease_id, session_id)
+        except UnknownLeaseError:
+            if not self._abandon(lease_id, session_id):
+                raise
+            return True
         if lease is None:
             self.leases.ended.add(session_id, lease_id)
             return False
         self._end(lease)
+        return True
+
+    def _abandon(self, lease_id: str, session_id: str) -> bool:
+        """End a lease that is being filled for a session. Its slots are freed when the copy into them has ended.
+
+        Return whether there is such a lease.
+        """
+        lease = self.leases.abandon(lease_id, session_id)
+        if lease is None:
+            return False
+        for observer in self.observers:
+            observer.ended(lease)
         return True
 
     def end_session(self, session_id: str) -> int:
@@ -263,7 +293,10 @@ class LeasedCache(ABC):
     def _end_all(self, session_id: str, vanished: bool = False) -> int:
         leases = self.leases.of_session(session_id)
         _for_each(leases, partial(self._end, vanished=vanished))
-        return len(leases)
+        filling = self.leases.filling_for(session_id)
+        for lease in filling:
+            self._abandon(lease.lease_id, session_id)
+        return len(leases) + len(filling)
 
     def _end(self, lease: LeaseRecord, vanished: bool = False, expired: bool = False) -> None:
         for observer in self.observers:

@@ -47,6 +47,23 @@ def match(
     return node, path, end, full_end
 
 
+def locate(parts: TreeParts, key: RadixKey, limit: int) -> tuple[TreeNode, list[TreeNode]]:
+    """Find the full KV of the first `limit` tokens of a key, usable or not. No use is noted.
+
+    A node that is found in part is split.
+
+    Returns:
+        The node at the end (the root if nothing is found), and the nodes up to there.
+    """
+    top, key = parts.tree.find_namespace(key)
+    if top is None:
+        return parts.tree.root, []
+    path, end, beyond = walk(top, key, parts.page_size, min(limit, key.num_tokens))
+    if beyond:
+        path[-1] = parts.split(path[-1], end)
+    return path[-1] if path else parts.tree.root, path
+
+
 def peek(parts: TreeParts, key: RadixKey) -> tuple[list[TreeNode], int, int]:
     """Look a key up; nothing changes.
 

@@ -29,6 +29,7 @@ from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
 from raydix.cache_core.errors import LockError, StaleNodeError
 from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.eviction.policy import EvictionPolicy, TwoQ, make_policy
+from raydix.cache_core.eviction.queue_walk import VictimWalk
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.eviction.two_queues import TwoQueues
 from raydix.cache_core.explanation import Explanation
@@ -39,14 +40,14 @@ from raydix.cache_core.radix import insertion
 from raydix.cache_core.radix.explain_miss import explain_absence
 from raydix.cache_core.radix.format import format_tree, node_line, outline_node
 from raydix.cache_core.radix.group_events import GroupEvents
-from raydix.cache_core.radix.lookup import match, obstacle, peek
+from raydix.cache_core.radix.lookup import locate, match, obstacle, peek, usable
 from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.radix.usable_ends import UsableEnds
 from raydix.cache_core.tree.packed_slots import unpack
 from raydix.cache_core.tree.page_events import EndEventSink, Hashes, KVEventPublisher, KVEventSink, PageRun, page_run
 from raydix.cache_core.tree.page_hashes import chain_hashes
 from raydix.cache_core.tree.radix_key import RadixKey
-from raydix.cache_core.tree.tree_node import TreeNode, check_node, join_slots_of
+from raydix.cache_core.tree.tree_node import NodePath, TreeNode, check_node, join_slots_of, nodes_to
 
 
 class PrefixCache(BasePrefixCache):
@@ -150,6 +151,49 @@ class PrefixCache(BasePrefixCache):
         whole = path[:-1] if path[-1].end > end else path
         last_node = whole[-1] if whole else self.root
         return MatchResult(gather(path, self.page_size)[:end], last_node, end, branching, full_end)
+
+    def cached_lens(self, key: RadixKey) -> tuple[int, int]:
+        """Return the tokens that a match of a key would find, and those with full KV. Changes nothing."""
+        return peek(self.parts, key)[1:]
+
+    def locate(self, key: RadixKey, limit: int) -> tuple[TreeNode, Starts]:
+        """Find the full KV of the first `limit` tokens of a key in pages, usable or not. No use is noted.
+
+        Returns:
+            The node at the end (the root if nothing is found), and the first slots of the pages.
+        """
+        node, path = locate(self.parts, key, limit)
+        return node, join_slots_of(path)
+
+    def path_to(self, node: TreeNode) -> NodePath:
+        """Return the tokens and the pages from the root to a node, which must be below the root. O(its path)."""
+        nodes = nodes_to(node)
+        namespace = node.namespace
+        data = b"".join([above.data for above in nodes])
+        key = RadixKey.from_packed(data, namespace.width, namespace.extra_key, namespace.arity)[:]
+        return NodePath(key, join_slots_of(nodes))
+
+    def usable_above(self, node: TreeNode) -> TreeNode:
+        """Return the last node of a node's path, itself included, at which a match may end; else the root."""
+        if not self.parts.components:
+            return node
+        nodes = nodes_to(node)
+        path, _ = usable(self.parts, nodes, node.end)
+        return path[-1] if path else self.root
+
+    def live_from(self, node: TreeNode) -> int:
+        """Return from which token on a node's path has window KV up to its end, at most its tail, in whole pages.
+
+        It is the node's end without a sliding window, or if the node has no window KV.
+        """
+        if self.parts.window is None:
+            return node.end
+        start, least = node.end, max(0, node.end - self.parts.window.tail)
+        while start > least and not node.swa_tombstone:
+            assert node.parent is not None
+            node = node.parent
+            start = max(node.end, least)
+        return start
 
     def _branching(self, usable: int, full_end: int) -> int | None:
         """Return how long a usable prefix would be worth publishing, if longer than the usable one is."""
@@ -309,6 +353,17 @@ class PrefixCache(BasePrefixCache):
 
     # ---------------------------------------------------------------- eviction
 
+    def walk(self) -> VictimWalk:
+        """Return a walk over the unlocked leaves in the order of eviction, which changes nothing."""
+        return self.parts.full.walk()
+
+    def watch_victims(self, on_victim: Callable[[TreeNode], None] | None) -> None:
+        """Call `on_victim` with each matchable node that is about to be evicted, or to lose window KV or a state.
+
+        It must not change the tree. Evictions take longer meanwhile: the compiled loop over leaves is not used.
+        """
+        self.parts.full.on_victim = on_victim
+
     def evict(self, num_tokens: int, swa_num_tokens: int = 0, num_states: int = 0) -> EvictResult:
         """Free `num_tokens` slots or more, then window KV of `swa_num_tokens` tokens and `num_states` states in all.
 
@@ -362,6 +417,8 @@ class PrefixCache(BasePrefixCache):
                 if not node.children and not node.lock_ref and full.may_take(node):
                     full.take_out(node, victims)
                     continue
+                if full.on_victim is not None and node.namespace.live:
+                    full.on_victim(node)
                 for later in components[place:]:
                     later.drop(node)
 

@@ -131,6 +131,24 @@ def join_slots_of(nodes: Iterable[TreeNode]) -> Slots:
     return join(list(map(_slots_of, nodes)))
 
 
+class NodePath(NamedTuple):
+    """The path from the root to a node."""
+
+    key: RadixKey
+    starts: Slots  # first slots of its pages; if its pages are not runs of slots, all slots
+
+
+def nodes_to(node: TreeNode) -> list[TreeNode]:
+    """Return the nodes from below the root to `node`, which is the last one."""
+    nodes: list[TreeNode] = []
+    above: TreeNode | None = node
+    while above is not None and above.data:
+        nodes.append(above)
+        above = above.parent
+    nodes.reverse()
+    return nodes
+
+
 class Use(NamedTuple):
     """The uses of a node: matches and inserts that went through it."""
 

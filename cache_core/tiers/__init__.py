@@ -1,0 +1,6 @@
+"""Tiers of KV: a pool on a device, and a larger one below it that keeps the KV which leaves the device.
+
+A tier is a cache of its own: `Tier` names a `KVCache`. A move of pages between two tiers is two leases and a copy:
+`Moves` opens the leases, and ends them once the copier has copied. No node of a tree refers to another tier.
+`TieredCache` is two tiers with nothing to copy, for replays.
+"""

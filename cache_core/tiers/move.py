@@ -1,0 +1,65 @@
+"""`Move`: a range of pages that is copied from one tier to another, and the leases at both ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.tier import Tier
+from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.radix_key import RadixKey
+
+
+@dataclass(eq=False, slots=True)
+class Move:
+    """Pages to copy, each named by its first slot at both ends; page i of a source goes to page i of its target.
+
+    A copier copies all of it, front to back, and calls `Moves.finish`. It looks at `is_cancelled` between chunks.
+
+    Attributes:
+        is_load: up, into the lease of a request; else it is a write, down.
+        source_tier, target_tier: where it reads and writes.
+        source: locks the pages that are read.
+        target: has the pages that are written, private.
+        key: the tree's key up to the end of the move.
+        first: the token where the first page begins.
+        source_starts, target_starts: first slots of the pages.
+        live_from: the token from which window KV moves, too; the end of the move if none does.
+        source_windows, target_windows: first window slots of the pages from there.
+        source_state: slot of the state at the end; None: no state moves.
+        target_states: slots that it is copied to, the last one for the tree; empty if `source_state` is None.
+        spare: a lease with the state slot that the tree gets from a load; None without one.
+        is_cancelled: the copier must stop at its next chunk.
+    """
+
+    is_load: bool
+    source_tier: Tier
+    target_tier: Tier
+    source: LeaseRecord
+    target: LeaseRecord
+    key: RadixKey
+    first: int
+    source_starts: Starts
+    target_starts: Starts
+    live_from: int
+    source_windows: Starts
+    target_windows: Starts
+    source_state: int | None = None
+    target_states: tuple[int, ...] = ()
+    spare: LeaseRecord | None = None
+    is_cancelled: bool = False
+
+    @property
+    def stop(self) -> int:
+        """The token where its last page ends."""
+        return len(self.key)
+
+    @property
+    def num_pages(self) -> int:
+        """The pages to copy; a move of a state alone has none."""
+        return len(self.source_starts)
+
+    @property
+    def is_indivisible(self) -> bool:
+        """Whether a part of it is of no use: a match needs the window KV or the state at its end."""
+        return self.source_state is not None or len(self.source_windows) > 0

@@ -1,0 +1,539 @@
+"""`Moves`: the moves of pages between two neighbouring tiers, and the leases of every move.
+
+    device pool                                    host pool
+      a node, locked        ── write ──────────>     private pages, then published
+      a lease being filled  <──────────── load ──    a prefix, locked
+
+A write (a demotion) copies down what eviction would drop next, and evicts nothing itself. A load fills the private
+pages of a lease before its session gets the lease. The leases of a move stand under the session `TIERS` of both
+caches, so each pool's accounting holds as it is; a lease that is being filled names its session in `filling_for`.
+
+Rules, checked by `check_invariants`:
+
+1. Each tier's own rules hold.
+2. The leases under `TIERS` are exactly the ends of the moves in flight. Without a move there are none.
+3. No two moves into one tier copy the same page of a prefix.
+4. The source of a move is locked, and its target private, until `finish`.
+5. A lease that is being filled was not handed out: no session has it.
+6. Every reused token is counted once: at most `tokens_reused` were loaded.
+
+`finish` publishes a prefix of the move, of pages that the copier has confirmed, and nothing of a retired namespace.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+from raydix.cache_core.errors import OutOfSlotsError
+from raydix.cache_core.eviction.queue_walk import VictimWalk
+from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
+from raydix.cache_core.tiers.move import Move
+from raydix.cache_core.tiers.tier import Tier
+from raydix.cache_core.tree.packed_slots import NO_STARTS
+from raydix.cache_core.tree.radix_key import RadixKey
+from raydix.cache_core.tree.tree_node import NodePath, TreeNode
+
+BATCH_BYTES = 32 * 2**20  # of one plan of writes
+_BATCHES_OF_POOL = 16  # A plan locks at most one of so many parts of the pool.
+_STEPS = 1024  # nodes that one plan looks at
+_MOST_PUT_OFF = 64  # nodes to be looked at again
+
+
+@dataclass(slots=True)
+class MoveCounts:
+    """Counts of moves since the start. Tokens, unless they say otherwise."""
+
+    written: int = 0  # tokens that the lower tier did not have
+    loaded: int = 0  # tokens of prefixes that were handed out
+    loaded_unused: int = 0  # loaded for a lease that had ended
+    dropped: int = 0  # evicted from the upper tier before they were written
+    writes_refused: int = 0  # moves: the lower tier had no room
+    failed: int = 0  # tokens that were to be copied and were not
+    states_not_published: int = 0  # loaded states without a second slot
+
+
+class Plan(NamedTuple):
+    """Writes to do now."""
+
+    moves: list[Move]
+    is_ahead: bool  # Enough is free or in the lower tier: nothing more is to be planned until the pool changes.
+
+
+class Finished(NamedTuple):
+    """The result of a move."""
+
+    num_tokens: int  # tokens published
+    lease: LeaseRecord | None = None  # the lease of a load, handed out; None: it was a write, or the lease has ended
+    must_restart: bool = False  # the namespace was retired during a load: the request must begin again
+
+
+class _Missing(NamedTuple):
+    """The part of a node's path that the lower tier lacks."""
+
+    node: TreeNode
+    path: NodePath
+    first: int  # token
+    live_from: int  # token
+
+
+class Moves:
+    """Plans the moves between two tiers, and ends them.
+
+    Args:
+        upper, lower: the tiers; both caches have the same page size, window and kind.
+        bytes_per_page: of a page at both ends, for the size of a batch; 0: an index without KV.
+
+    Attributes:
+        counts: of moves since the start.
+        batch_pages: pages of one plan of writes, at most. A window is moved whole: it alone may be larger.
+    """
+
+    def __init__(self, upper: Tier, lower: Tier, bytes_per_page: int = 0) -> None:
+        self.upper = upper
+        self.lower = lower
+        self.counts = MoveCounts()
+        cache = upper.cache
+        most = cache.num_slots // cache.page_size // _BATCHES_OF_POOL
+        self.batch_pages = max(1, min(most, BATCH_BYTES // bytes_per_page) if bytes_per_page else most)
+        self._page_size = cache.page_size
+        self._in_flight: dict[Move, None] = {}
+        self._reading: set[int] = set()  # first slots of the upper tier's pages that writes read
+        # The walk of the present round, the tokens that it has passed, and the nodes to look at again.
+        self._walk: VictimWalk | None = None
+        self._num_passed = 0
+        self._put_off: deque[TreeNode] = deque()
+        self._num_below: dict[int, int] = {}  # id of a node: its children that the round has passed
+        # id of a node that the lower tier has, or refused: the last use of the node at that time; of two rounds
+        self._covered: dict[int, int] = {}
+        self._covered_before: dict[int, int] = {}
+
+    @property
+    def in_flight(self) -> list[Move]:
+        """The moves in flight, the oldest first."""
+        return list(self._in_flight)
+
+    # ---------------------------------------------------------------- writes
+
+    def plan_demotion(self, reserve: int) -> Plan:
+        """Begin to write the coldest nodes of the upper tier that the lower tier lacks. Nothing leaves the upper tier.
+
+        Call it again when moves have ended, or soon if there are none, until the plan is ahead: then `reserve` slots
+        are free, written, or held by leases. It goes on where it stopped. The lower tier is asked about a node once
+        after each use of the node.
+        """
+        plan, budget = list[Move](), self.batch_pages
+        wanted, again = reserve - self.upper.cache.free_slots, len(self._put_off)
+        for _ in range(_STEPS):
+            if again:
+                again -= 1
+                node = self._put_off.popleft()
+            elif len(self._put_off) >= _MOST_PUT_OFF:
+                break
+            elif self._num_passed >= wanted or (next_node := self._next_leaf()) is None:
+                if self._put_off:
+                    break
+                self._end_round()
+                return Plan(plan, True)
+            else:
+                node = next_node
+            budget -= self._cover(node, plan, budget)
+            if budget <= 0:
+                break
+        return Plan(plan, False)
+
+    def _next_leaf(self) -> TreeNode | None:
+        """Return the leaf that would be evicted next after the leaves of this round; None at the end."""
+        if self._walk is None or self._walk.is_stale:
+            self._begin_walk()
+        assert self._walk is not None
+        leaf = self._walk.take()
+        if leaf is None and self._walk.is_stale:
+            self._begin_walk()
+            leaf = self._walk.take()
+        return leaf
+
+    def _begin_walk(self) -> None:
+        self._walk, self._num_passed = self.upper.cache.radix.walk(), 0
+        self._num_below.clear()
+
+    def _end_round(self) -> None:
+        """Let the next plan begin with the coldest leaf again."""
+        self._walk, self._num_passed = None, 0
+        self._num_below.clear()
+        self._covered_before, self._covered = self._covered, {}
+
+    def _cover(self, node: TreeNode, plan: list[Move], budget: int) -> int:
+        """Begin to write a node, and pass it and the nodes above it that would be evicted after it.
+
+        Returns:
+            The pages of the move.
+        """
+        found: _Missing | None = None
+        is_first, num_pages = True, 0
+        while node.data and node.slots is not None and node.namespace.live:
+            if node.lock_ref:
+                if is_first and self._reading:  # A write in flight may be the one that locks it.
+                    self._put_off.append(node)
+                break
+            if not self._is_covered(node):
+                if is_first or self._has_end(node):
+                    missing = self._missing(node) if found is None else found
+                    if missing is not None and (found is not None or self._is_being_read(missing)):
+                        self._put_off.append(node)
+                        break
+                    found = missing
+                    if found is not None:
+                        num_pages = (self._stop_within(found, budget) - found.first) // self._page_size
+                        if found.first + num_pages * self._page_size < found.node.end:
+                            self._put_off.append(node)
+                            break
+                self._covered[node.id] = node.own_access_time
+            self._num_passed += len(node)
+            parent, is_first = node.parent, False
+            assert parent is not None
+            node = parent
+            self._num_below[node.id] = self._num_below.get(node.id, 0) + 1
+            if self._num_below[node.id] < len(node.children):
+                break
+            if self._walk is not None and node.data:
+                self._walk.note_above(node)
+        if found is None:
+            return 0
+        move = self._begin_write(found, found.first + num_pages * self._page_size)
+        if move is not None:
+            plan.append(move)
+        return num_pages
+
+    def _is_covered(self, node: TreeNode) -> bool:
+        """Return whether the lower tier was asked about a node since its last use, and it was written if needed."""
+        asked = self._covered.get(node.id)
+        if asked is None and (asked := self._covered_before.get(node.id)) is not None:
+            self._covered[node.id] = asked
+        return asked == node.own_access_time
+
+    def _has_end(self, node: TreeNode) -> bool:
+        """Return whether the end of an inner node is to be written, besides the ends of the nodes below it."""
+        radix = self.upper.cache.radix
+        if radix.parts.states is not None:
+            return radix.state_at(node) is not None
+        return radix.supports_swa and not node.swa_tombstone and len(node.children) > 1
+
+    def _missing(self, node: TreeNode) -> _Missing | None:
+        """Return the part of a node's path that the lower tier needs, so that a match ends there as it does here."""
+        radix = self.upper.cache.radix
+        end = radix.usable_above(node)
+        if not end.data:
+            return None
+        path = radix.path_to(end)
+        usable, full = self.lower.cache.radix.cached_lens(path.key)
+        if usable >= end.end:
+            return None
+        live_from = radix.live_from(end)
+        return _Missing(end, path, min(full, live_from), live_from)
+
+    def _is_being_read(self, missing: _Missing) -> bool:
+        """Return whether a write in flight copies some of the pages, or moves the state."""
+        pages = missing.path.starts[missing.first // self._page_size :].tolist()
+        if not pages:
+            return any(move.source.node is missing.node for move in self._in_flight)
+        return not self._reading.isdisjoint(pages)
+
+    def _stop_within(self, missing: _Missing, num_pages: int) -> int:
+        """Return the token at which a move of about so many pages ends: the whole window goes with the last one."""
+        stop = missing.first + max(1, num_pages) * self._page_size
+        return stop if stop < missing.live_from else missing.node.end
+
+    def _begin_write(self, missing: _Missing, stop: int) -> Move | None:
+        """Open the leases of a write up to a token; None if the lower tier has no room."""
+        upper, lower, page = self.upper.cache, self.lower.cache, self._page_size
+        node, path, first = missing.node, missing.path, missing.first
+        state = upper.tree.state_at(node) if stop == node.end else None
+        source = upper.lock_node(node, path)
+        try:
+            target = lower.open_target(path.key[:stop], first, state is not None)
+        except OutOfSlotsError:
+            upper.end_quietly(source)
+            self.counts.writes_refused += 1
+            return None
+        move = self._add(False, source, target, path.key[:stop], first, missing.live_from, state)
+        if state is not None:
+            assert target.state_slot is not None
+            move.target_states = (target.state_slot,)
+        self._reading.update(path.starts[first // page : stop // page].tolist())
+        return move
+
+    def _add(
+        self,
+        is_load: bool,
+        source: LeaseRecord,
+        target: LeaseRecord,
+        key: RadixKey,
+        first: int,
+        live_from: int,
+        state: int | None,
+    ) -> Move:
+        """Return a new move from token `first` to the end of a key."""
+        ends = (self.lower, self.upper) if is_load else (self.upper, self.lower)
+        live_from = min(max(live_from, first), len(key))
+        pages, live = (slice(token // self._page_size, len(key) // self._page_size) for token in (first, live_from))
+        windows = [
+            NO_STARTS if tier.cache.allocator.swa is None else tier.cache.allocator.swa_starts(lease.starts[live])
+            for tier, lease in zip(ends, (source, target), strict=True)
+        ]
+        starts = source.starts[pages].copy(), target.starts[pages].copy()
+        move = Move(is_load, *ends, source, target, key, first, *starts, live_from, windows[0], windows[1], state)
+        self._in_flight[move] = None
+        return move
+
+    # ---------------------------------------------------------------- evictions
+
+    def write_before_eviction(self, node: TreeNode) -> None:
+        """Write a node that is about to be evicted: for tiers without KV, where a copy takes no time.
+
+        Pass it to `KVCache.watch_victims` of the upper tier.
+        """
+        found = self._missing(node)
+        while found is not None:
+            stop = self._stop_within(found, self.batch_pages)
+            if not self._write_now(found, stop) or stop == found.node.end:
+                return
+            found = self._missing(node)
+
+    def _write_now(self, missing: _Missing, stop: int) -> bool:
+        """Publish a path in the lower tier up to a token; return False if that has no room."""
+        lower, is_whole = self.lower.cache, stop == missing.node.end
+        state = self.upper.cache.tree.state_at(missing.node) if is_whole else None
+        key = missing.path.key[:stop]
+        try:
+            target = lower.open_target(key, missing.first, state is not None)
+        except OutOfSlotsError:
+            self.counts.writes_refused += 1
+            self._count_dropped(missing)
+            return False
+        self._publish_write(target, key, missing.live_from, is_whole)
+        return True
+
+    def count_dropped(self, node: TreeNode) -> None:
+        """Count the tokens of a node that is about to be evicted, if the lower tier lacks them.
+
+        Pass it to `KVCache.watch_victims` of the upper tier, where copies take time.
+        """
+        if not self._is_covered(node) and (found := self._missing(node)) is not None:
+            self._count_dropped(found)
+
+    def _count_dropped(self, missing: _Missing) -> None:
+        node = missing.node
+        self.counts.dropped += node.end - min(node.end, max(missing.first, node.end - len(node)))
+
+    # ---------------------------------------------------------------- loads
+
+    def running_load(self, key: RadixKey, limit: int | None = None) -> Move | None:
+        """Return the load that brings the next page of a request's key; None if there is none.
+
+        Such a request waits for the load, without slots. O(loads in flight), each with a compare of the prefix.
+
+        Args:
+            limit: the request reuses at most so many tokens.
+        """
+        loads = [move for move in self._in_flight if move.is_load]
+        if not loads:
+            return None
+        cache = self.upper.cache
+        tree_key = cache.tree_key(key)
+        wanted = cache.radix.cached_lens(tree_key)[0] + self._page_size
+        if wanted > (len(tree_key) if limit is None else min(limit, len(tree_key))):
+            return None
+        prefix = tree_key[:wanted]
+        return next((load for load in loads if load.stop >= wanted and load.key[:wanted] == prefix), None)
+
+    @contextmanager
+    def holding(self, key: RadixKey, limit: int | None = None) -> Iterator[None]:
+        """Keep the prefix that the lower tier has of a request's key, while the request's lease is opened.
+
+        The lease may evict nodes of the upper tier. Where these are written first, the lower tier evicts, too: the
+        prefix that is about to be loaded may be its oldest. No use is noted.
+        """
+        lower = self.lower.cache
+        tree_key = lower.tree_key(key)
+        most = len(tree_key) if limit is None else min(limit, len(tree_key))
+        stop = lower.radix.cached_lens(tree_key[:most])[0]
+        if not stop:
+            yield
+            return
+        held = lower.open_target(tree_key[:stop], stop)
+        try:
+            yield
+        finally:
+            lower.end_quietly(held)
+
+    def plan_load(self, lease: LeaseRecord, limit: int | None = None) -> Move | None:
+        """Begin to load the prefix of an open lease that the lower tier has beyond it; None if it has none.
+
+        The lease must be new: its session has not got it yet. `finish` hands it out. A lease that only locks gets pages
+        for the load.
+
+        Args:
+            limit: the lease reuses at most so many tokens.
+
+        Raises:
+            OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
+        """
+        upper, lower = self.upper.cache, self.lower.cache
+        if lease.retired or self.running_load(lease.key, limit) is not None:
+            return None
+        key = upper.tree_key(lease.key)
+        most = len(key) if limit is None else min(limit, len(key))
+        stop = lower.radix.cached_lens(key[:most])[0]
+        if stop <= lease.prefix_len:
+            return None
+        upper.begin_fill(lease, stop)
+        source = lower.find_source(key, stop)
+        first, stop = lease.prefix_len, source.prefix_len
+        if stop <= first:
+            lower.end_quietly(source, is_use=True)
+            upper.hand_out(lease, first)
+            return None
+        state = lower.tree.state_at(source.node)
+        move = self._add(True, source, lease, key[:stop], first, lower.radix.live_from(source.node), state)
+        if state is not None:
+            assert lease.state_slot is not None
+            move.target_states = (lease.state_slot,)
+            self._add_spare(move)
+        return move
+
+    def _add_spare(self, move: Move) -> None:
+        """Take a second state slot for a load, which the tree gets; without one its state is not published."""
+        try:
+            move.spare = self.upper.cache.open_target(move.key[:0], 0, with_state=True)
+        except OutOfSlotsError:
+            self.counts.states_not_published += 1
+            return
+        assert move.spare.state_slot is not None
+        move.target_states += (move.spare.state_slot,)
+
+    # ---------------------------------------------------------------- ends
+
+    def cancel(self, move: Move) -> None:
+        """Let the copier stop at its next chunk. It calls `finish` as usual, with the pages that it has copied."""
+        move.is_cancelled = True
+
+    def finish(self, move: Move, num_pages: int, is_whole: bool | None = None) -> Finished:
+        """End a move: publish the copied pages, and end its leases. The copier no longer reads or writes its slots.
+
+        Nothing of a retired namespace is published. A part of a move with window KV or a state is of no use, so nothing
+        of it is published either.
+
+        Args:
+            num_pages: the leading pages that were copied.
+            is_whole: whether window KV and states were copied, too; None: if all pages were.
+        """
+        assert move in self._in_flight, "the move has ended"
+        del self._in_flight[move]
+        is_whole = (is_whole is not False) and num_pages >= move.num_pages
+        num_pages = min(num_pages, move.num_pages)
+        if move.is_indivisible and not is_whole:
+            num_pages = 0
+        self.counts.failed += (move.num_pages - num_pages) * self._page_size
+        key = move.key[: move.first + num_pages * self._page_size]
+        is_retired = move.source.retired or move.target.retired
+        if move.is_load:
+            return self._finish_load(move, key, is_whole, is_retired)
+        self._reading.difference_update(move.source_starts.tolist())
+        try:
+            if is_retired:
+                key, is_whole = key[: move.first], False
+            return Finished(self._publish_write(move.target, key, move.live_from, is_whole))
+        finally:
+            self.upper.cache.end_quietly(move.source)
+
+    def _publish_write(self, target: LeaseRecord, key: RadixKey, live_from: int, is_whole: bool) -> int:
+        """Publish the written pages of a key, and end their lease; return the tokens that were new."""
+        lower, state_slot = self.lower.cache, target.state_slot if is_whole else None
+        num_new = 0
+        try:
+            if len(key) > target.num_published_pages * self._page_size or state_slot is not None:
+                num_new = lower.publish_copy(target, key, live_from, state_slot)
+            if state_slot is not None:
+                target.state_slot = None
+        finally:
+            lower.end_quietly(target, is_use=True)
+        self.counts.written += num_new
+        return num_new
+
+    def _finish_load(self, move: Move, key: RadixKey, is_whole: bool, is_retired: bool) -> Finished:
+        upper, lease, spare = self.upper.cache, move.target, move.spare
+        is_wanted = bool(lease.filling_for)
+        try:
+            if is_retired:
+                upper.take_back_fill(lease)
+                return Finished(0, None, is_wanted)
+            slot = spare.state_slot if spare is not None and is_whole else None
+            upper.publish_copy(lease, key, move.live_from, slot)
+            if spare is not None and slot is not None:
+                spare.state_slot = None
+            if move.source_state is not None and not is_whole:
+                upper.reload_state(lease)
+            num_loaded = len(key) - move.first
+            if not is_wanted:
+                self.counts.loaded_unused += num_loaded
+                upper.end_quietly(lease)
+                return Finished(num_loaded)
+            self.counts.loaded += num_loaded
+            upper.hand_out(lease, len(key))
+            return Finished(num_loaded, lease)
+        finally:
+            if spare is not None:
+                upper.end_quietly(spare)
+            self.lower.cache.end_quietly(move.source, is_use=True)
+
+    # ---------------------------------------------------------------- all tiers
+
+    def retire(self, is_meant: Callable[[str | None], bool]) -> int:
+        """Retire namespaces in both tiers; return their number in the upper one. Moves of them publish nothing."""
+        retired = self.upper.cache.retire(is_meant)
+        self.lower.cache.retire(is_meant)
+        return retired
+
+    def reset(self) -> None:
+        """Make all cached pages of both tiers unmatchable. Moves in flight publish nothing."""
+        self.upper.cache.reset()
+        self.lower.cache.reset()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rule of this module is broken. O(n)."""
+        moves = list(self._in_flight)
+        for tier in (self.upper, self.lower):
+            tier.cache.check_invariants()
+            ends = {lease.lease_id for move in moves for place, lease in _ends_of(move) if place is tier}
+            open_leases = {lease.lease_id for lease in tier.cache.leases.of_session(TIERS)}
+            assert open_leases == ends, f"rule 2 at tier {tier.name}: {open_leases ^ ends}"
+        for move, other in combinations(moves, 2):
+            stop = min(move.stop, other.stop)
+            at = max(move.first, other.first)
+            is_same = move.is_load == other.is_load and at < stop
+            shared = at + self._page_size
+            assert not is_same or move.key[:shared] != other.key[:shared], f"rule 3: both moves copy token {at}"
+        for move in moves:
+            self._check_ends(move)
+        loaded, reused = self.counts.loaded, self.upper.cache.counters
+        assert loaded <= reused.tokens_reused + reused.tokens_reused_resumed, f"rule 6: {loaded=}"
+
+    def _check_ends(self, move: Move) -> None:
+        page = self._page_size
+        read = move.source.starts[: move.source.num_published_pages][move.first // page : move.stop // page]
+        written = move.target.private_starts[: move.num_pages]
+        assert read.tolist() == move.source_starts.tolist(), f"rule 4: the source of {move.key} is not locked"
+        assert written.tolist() == move.target_starts.tolist(), f"rule 4: the target of {move.key} is not private"
+        assert (move.target.filling_for is not None) == move.is_load, "rule 5: only a load fills a lease of a session"
+
+
+def _ends_of(move: Move) -> Iterator[tuple[Tier, LeaseRecord]]:
+    yield move.source_tier, move.source
+    yield move.target_tier, move.target
+    if move.spare is not None:
+        yield move.target_tier, move.spare
