@@ -1,0 +1,225 @@
+"""Proof that random traffic finds faults: each rule of moves between tiers is broken once, and found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.faults.faults import Catalogue, Fault, Patch, around
+from support.traffic.eviction_order import check_order
+from support.traffic.radix import TrafficFailed
+from support.traffic.tiers import Shape, TiersTraffic
+
+from raydix.cache_core.leases.kv_cache import KVCache
+from raydix.cache_core.leases.lease_table import LeaseTable
+from raydix.cache_core.leases.leased_cache import LeasedCache
+from raydix.cache_core.radix.prefix_cache import PrefixCache
+from raydix.cache_core.tiers.moves import Moves
+
+SHAPES = [Shape(2), Shape(2, window=3), Shape(1, states=12), Shape(1, host_pages=12)]
+SEEDS = range(3)
+NUM_OPERATIONS = 400
+
+FAULTS, FAULTS_OF_ORDER = Catalogue(), Catalogue()
+fault, late_fault, fault_of_order = FAULTS.register, FAULTS.register_late, FAULTS_OF_ORDER.register
+
+
+# ---------------------------------------------------------------- copies
+
+
+@fault
+def pages_are_published_before_their_copy_has_ended(patch: Patch) -> None:
+    around(patch, Moves, "finish", lambda finish, self, move, num_pages, is_whole=None: finish(self, move, 10**6))
+
+
+@fault
+def slots_are_freed_under_the_copy(patch: Patch) -> None:
+    def abandon(original: Any, self: LeasedCache, lease_id: str, session_id: str) -> bool:
+        lease = self.leases.filling_for(session_id)
+        found = original(self, lease_id, session_id)
+        for filled in lease:
+            if filled.lease_id == lease_id:
+                self._free_private(filled)
+        return found  # type: ignore[no-any-return]
+
+    around(patch, LeasedCache, "_abandon", abandon)
+
+
+@fault
+def the_lock_at_the_source_is_forgotten(patch: Patch) -> None:
+    def lock_node(original: Any, self: KVCache, node: Any, path: Any) -> Any:
+        lease = original(self, node, path)
+        self.tree.dec_lock_ref(node, lease.receipt)
+        return lease
+
+    around(patch, KVCache, "lock_node", lock_node)
+
+
+@fault
+def a_middle_range_is_copied(patch: Patch) -> None:
+    def add(original: Any, self: Moves, *arguments: Any) -> Any:
+        move = original(self, *arguments)
+        move.source_starts = np.roll(move.source_starts, 1)
+        return move
+
+    around(patch, Moves, "_add", add)
+
+
+@fault
+def the_target_keeps_its_pages_private_after_a_failure(patch: Patch) -> None:
+    def end(original: Any, self: KVCache, lease: Any, is_use: bool = False) -> None:
+        lease.starts = lease.starts[: lease.num_published_pages]
+        original(self, lease, is_use)
+
+    around(patch, KVCache, "end_quietly", end)
+
+
+# ---------------------------------------------------------------- retirements
+
+
+@fault
+def the_lower_tier_is_not_retired(patch: Patch) -> None:
+    patch.setattr(Moves, "retire", lambda self, is_meant: self.upper.cache.retire(is_meant))
+
+
+@fault
+def a_lease_is_handed_out_after_a_retirement_in_the_middle_of_its_load(patch: Patch) -> None:
+    def finish(original: Any, self: Moves, move: Any, num_pages: int, is_whole: bool | None = None) -> Any:
+        move.source.retired = move.target.retired = False
+        return original(self, move, num_pages, is_whole)
+
+    around(patch, Moves, "finish", finish)
+
+
+# ---------------------------------------------------------------- counts
+
+
+@fault
+def a_loaded_token_is_counted_twice(patch: Patch) -> None:
+    def hand_out(original: Any, self: KVCache, lease: Any, prefix_len: int) -> None:
+        self.counters.tokens_reused += prefix_len - lease.prefix_len
+        original(self, lease, prefix_len)
+
+    around(patch, KVCache, "hand_out", hand_out)
+
+
+@late_fault
+def a_request_that_begins_again_counts_twice(patch: Patch) -> None:
+    def count(original: Any, self: LeasedCache, lease: Any, times: int) -> None:
+        if times > 0:
+            original(self, lease, times)
+
+    around(patch, LeasedCache, "_count_request", count)
+
+
+# ---------------------------------------------------------------- two moves
+
+
+@fault
+def two_requests_load_the_same_pages(patch: Patch) -> None:
+    patch.setattr(Moves, "running_load", lambda self, key, limit=None: None)
+
+
+@fault
+def two_writes_copy_the_same_pages(patch: Patch) -> None:
+    patch.setattr(Moves, "_is_being_read", lambda self, missing: False)
+
+
+@fault
+def a_session_gets_a_lease_while_it_is_filled(patch: Patch) -> None:
+    def begin(self: LeaseTable, lease: Any) -> None:
+        lease.filling_for = lease.session_id
+
+    patch.setattr(LeaseTable, "begin_fill", begin)
+
+
+# ---------------------------------------------------------------- windows and states
+
+
+@fault
+def window_kv_that_was_not_copied_is_published(patch: Patch) -> None:
+    around(
+        patch, KVCache, "publish_copy", lambda publish, self, lease, key, _, slot=None: publish(self, lease, key, 0, slot)
+    )
+
+
+@fault
+def the_tree_gets_a_state_slot_that_was_not_filled(patch: Patch) -> None:
+    def add_spare(original: Any, self: Moves, move: Any) -> None:
+        targets = move.target_states
+        original(self, move)
+        move.target_states = targets
+
+    around(patch, Moves, "_add_spare", add_spare)
+
+
+@late_fault
+def a_state_that_was_copied_in_vain_stays_in_the_lease(patch: Patch) -> None:
+    patch.setattr(KVCache, "reload_state", lambda self, lease: None)
+
+
+# ---------------------------------------------------------------- uses
+
+
+@fault_of_order
+def a_demotion_refreshes_recency(patch: Patch) -> None:
+    def lock_node(original: Any, self: KVCache, node: Any, path: Any) -> Any:
+        self.tree.match_pages(path.key)
+        return original(self, node, path)
+
+    around(patch, KVCache, "lock_node", lock_node)
+
+
+@fault_of_order
+def a_demotion_stamps_the_window_at_its_end(patch: Patch) -> None:
+    around(patch, KVCache, "end_quietly", lambda end, self, lease, is_use=False: end(self, lease, True))
+
+
+@fault_of_order
+def a_demotion_counts_as_a_request(patch: Patch) -> None:
+    def lock_node(original: Any, self: KVCache, node: Any, path: Any) -> Any:
+        lease = original(self, node, path)
+        self._count_request(lease, 1)
+        return lease
+
+    around(patch, KVCache, "lock_node", lock_node)
+
+
+@fault_of_order
+def a_demotion_notifies_observers(patch: Patch) -> None:
+    def lock_node(original: Any, self: KVCache, node: Any, path: Any) -> Any:
+        lease = original(self, node, path)
+        for observer in self.observers:
+            observer.granted(lease, None)
+        return lease
+
+    around(patch, KVCache, "lock_node", lock_node)
+
+
+@fault_of_order
+def a_walk_takes_leaves_out_of_the_queue(patch: Patch) -> None:
+    def walk(original: Any, self: PrefixCache) -> Any:
+        self.parts.full._queue.pop()
+        return original(self)
+
+    around(patch, PrefixCache, "walk", walk)
+
+
+@pytest.mark.parametrize("plant", FAULTS.cases())
+def test_a_planted_fault_is_found(plant: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+
+    with pytest.raises(TrafficFailed):
+        for seed in SEEDS:
+            for shape in SHAPES:
+                TiersTraffic(seed, shape).run(NUM_OPERATIONS)
+
+
+@pytest.mark.parametrize("plant", FAULTS_OF_ORDER.cases())
+def test_a_fault_of_the_order_is_found(plant: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+
+    with pytest.raises(AssertionError):
+        for kind in ("radix", "window"):
+            check_order(1, "lru", kind, num_requests=60)
