@@ -60,6 +60,11 @@ class Move:
         return len(self.source_starts)
 
     @property
+    def is_retired(self) -> bool:
+        """Whether its namespace was retired after it began: nothing of it is published."""
+        return self.source.retired or self.target.retired
+
+    @property
     def is_indivisible(self) -> bool:
         """Whether a part of it is of no use: a match needs the window KV or the state at its end."""
         return self.source_state is not None or len(self.source_windows) > 0

@@ -12,7 +12,7 @@ Rules, checked by `check_invariants`:
 
 1. Each tier's own rules hold.
 2. The leases under `TIERS` are exactly the ends of the moves in flight. Without a move there are none.
-3. No two moves into one tier copy the same page of a prefix.
+3. No two moves into one tier copy the same page of a prefix, unless one is of a retired namespace.
 4. The source of a move is locked, and its target private, until `finish`.
 5. A lease that is being filled was not handed out: no session has it.
 6. Every reused token is counted once: at most `tokens_reused` were loaded.
@@ -340,7 +340,7 @@ class Moves:
         Args:
             limit: the request reuses at most so many tokens.
         """
-        loads = [move for move in self._in_flight if move.is_load]
+        loads = [move for move in self._in_flight if move.is_load and not move.is_retired]
         if not loads:
             return None
         cache = self.upper.cache
@@ -440,12 +440,11 @@ class Moves:
             num_pages = 0
         self.counts.failed += (move.num_pages - num_pages) * self._page_size
         key = move.key[: move.first + num_pages * self._page_size]
-        is_retired = move.source.retired or move.target.retired
         if move.is_load:
-            return self._finish_load(move, key, is_whole, is_retired)
+            return self._finish_load(move, key, is_whole)
         self._reading.difference_update(move.source_starts.tolist())
         try:
-            if is_retired:
+            if move.is_retired:
                 key, is_whole = key[: move.first], False
             return Finished(self._publish_write(move.target, key, move.live_from, is_whole))
         finally:
@@ -465,11 +464,11 @@ class Moves:
         self.counts.written += num_new
         return num_new
 
-    def _finish_load(self, move: Move, key: RadixKey, is_whole: bool, is_retired: bool) -> Finished:
+    def _finish_load(self, move: Move, key: RadixKey, is_whole: bool) -> Finished:
         upper, lease, spare = self.upper.cache, move.target, move.spare
         is_wanted = bool(lease.filling_for)
         try:
-            if is_retired:
+            if move.is_retired:
                 upper.take_back_fill(lease)
                 return Finished(0, None, is_wanted)
             slot = spare.state_slot if spare is not None and is_whole else None
@@ -507,12 +506,13 @@ class Moves:
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module is broken. O(n)."""
         moves = list(self._in_flight)
+        live = [move for move in moves if not move.is_retired]
         for tier in (self.upper, self.lower):
             tier.cache.check_invariants()
             ends = {lease.lease_id for move in moves for place, lease in _ends_of(move) if place is tier}
             open_leases = {lease.lease_id for lease in tier.cache.leases.of_session(TIERS)}
             assert open_leases == ends, f"rule 2 at tier {tier.name}: {open_leases ^ ends}"
-        for move, other in combinations(moves, 2):
+        for move, other in combinations(live, 2):
             stop = min(move.stop, other.stop)
             at = max(move.first, other.first)
             is_same = move.is_load == other.is_load and at < stop

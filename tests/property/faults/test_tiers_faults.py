@@ -140,7 +140,10 @@ def a_session_gets_a_lease_while_it_is_filled(patch: Patch) -> None:
 @fault
 def window_kv_that_was_not_copied_is_published(patch: Patch) -> None:
     around(
-        patch, KVCache, "publish_copy", lambda publish, self, lease, key, _, slot=None: publish(self, lease, key, 0, slot)
+        patch,
+        KVCache,
+        "publish_copy",
+        lambda publish, self, lease, key, _, slot=None: publish(self, lease, key, 0, slot),
     )
 
 

@@ -1,4 +1,4 @@
-"""The reference for two tiers: a dictionary of prefixes for each, page by page, with the KV that each page must hold."""
+"""The reference for two tiers: for each a dictionary of prefixes, page by page, with the KV that a page must hold."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ def make(num_pages: int, policy: str, kind: str, on_evict: Callable[[int], None]
     if kind == "radix":
         return KVCache(RadixCache(PAGE, None, allocator, on_evict, eviction_policy=policy), allocator)
     states = MambaPool(num_pages // 2)
-    return KVCache(
-        MambaRadixCache(PAGE, allocator, states, on_evict, eviction_policy=policy), allocator, states=states
-    )
+    return KVCache(MambaRadixCache(PAGE, allocator, states, on_evict, eviction_policy=policy), allocator, states=states)
 
 
 def evictions(seed: int, policy: str, kind: str, num_requests: int, writes: bool) -> tuple[Any, ...]:
@@ -99,7 +97,7 @@ def evictions(seed: int, policy: str, kind: str, num_requests: int, writes: bool
     return gone, hits, notes.kept, counters, device.tree.now, moves.counts.written
 
 
-def check_order(seed: int, policy: str, kind: str, num_requests: int = 150) -> int:
+def check_order(seed: int, policy: str, kind: str, num_requests: int = 80) -> int:
     """Raise AssertionError unless writes leave all as it was; return the tokens written."""
     *plain, _ = evictions(seed, policy, kind, num_requests, writes=False)
     *with_writes, written = evictions(seed, policy, kind, num_requests, writes=True)

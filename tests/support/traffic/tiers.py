@@ -145,17 +145,21 @@ class TiersTraffic:
 
     # ---------------------------------------------------------------- operations
 
-    def tokens(self) -> tuple[int, ...]:
-        """A prompt that shares its beginning with others."""
+    def prompt(self) -> tuple[tuple[int, ...], str | None]:
+        """A prompt that shares its beginning with others, or goes on where the host has pages; and its namespace."""
         rng, page = self.rng, self.page
+        below = [place for place in self.model.host.pages if place not in self.model.device.pages]
+        if below and rng.random() < 0.5:
+            namespace, known = rng.choice(below)
+            return known + (rng.choice((1, 2, 3)),) * rng.choice((0, 1, page)), namespace
         tokens: list[int] = []
         for _ in range(rng.randint(1, 4)):
             tokens += [rng.choice((1, 1, 2, 2, 3))] * rng.choice((page, 2 * page, 2 * page))
-        return tuple(tokens + [4] * rng.choice((0, 0, 1)))
+        return tuple(tokens + [4] * rng.choice((0, 0, 1))), rng.choice(NAMESPACES)
 
     def acquire(self) -> None:
         rng, model = self.rng, self.model
-        tokens, namespace, session = self.tokens(), rng.choice(NAMESPACES), rng.choice(SESSIONS)
+        (tokens, namespace), session = self.prompt(), rng.choice(SESSIONS)
         key = RadixKey(list(tokens), namespace)
         limit = rng.choice((None, None, None, rng.randrange(len(tokens) + 1)))
         running = self.moves.running_load(key, limit)
@@ -304,11 +308,11 @@ class TiersTraffic:
         if rng.random() < 0.2:
             self.moves.cancel(move)
         fails = move.is_cancelled or rng.random() < 0.1
-        if not fails:
+        if not fails or rng.random() < 0.2:
             self.copy(move, move.num_pages)
         num_pages, generation = self.copied.pop(move), self.model.generation(move.key.extra_key)
         is_whole = None if num_pages == move.num_pages and not fails else False
-        is_retired = move.source.retired or move.target.retired
+        is_retired = move.is_retired
         finished = self.moves.finish(move, num_pages, is_whole)
         self.done["partial" if 0 < num_pages < move.num_pages else "whole" if num_pages else "none"] += 1
         if move.is_load:
@@ -342,11 +346,10 @@ class TiersTraffic:
             self.hand_out(request)
 
     def retire(self) -> None:
-        if self.rng.random() < 0.7:
-            return
         meant = self.rng.choice(NAMESPACES)
+        self.done["retirement"] += 1
         is_meant: Callable[[str | None], bool] = lambda namespace: namespace == meant  # noqa: E731
-        if self.rng.random() < 0.3:
+        if self.rng.random() < 0.2:
             is_meant = lambda namespace: True  # noqa: E731
             self.moves.reset()
         else:
@@ -399,7 +402,10 @@ class TiersTraffic:
 
     def check(self, name: str) -> None:
         self.moves.check_invariants()
-        pairs: list[tuple[StampedTier, ReferenceTier]] = [(self.device, self.model.device), (self.host, self.model.host)]
+        pairs: list[tuple[StampedTier, ReferenceTier]] = [
+            (self.device, self.model.device),
+            (self.host, self.model.host),
+        ]
         for stamped, reference in pairs:
             resident = self.resident(stamped)
             assert resident <= reference.pages.keys(), f"{stamped.tier.name} has pages that nothing has published"
@@ -422,9 +428,9 @@ class TiersTraffic:
             TrafficFailed: a check failed.
         """
         operations: dict[Callable[[], None], int] = {
-            self.acquire: 22,
+            self.acquire: 24,
             self.insert: 26,
-            self.release: 28,
+            self.release: 32,
             self.demote: 12,
             self.copy_some: 12,
             self.finish: 24,
