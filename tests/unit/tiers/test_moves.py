@@ -1,0 +1,498 @@
+"""`Moves`: how writes and loads are planned and ended, without a copier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.caches.small_kv_cache import NO_IDS, key, publish
+
+from raydix.cache_core import (
+    ExpiredLeaseError,
+    KVCache,
+    MambaPool,
+    MambaRadixCache,
+    OutOfSlotsError,
+    RadixCache,
+    RadixKey,
+    TokenToKVPoolAllocator,
+    UnknownLeaseError,
+)
+from raydix.cache_core.leases.lease_table import TIERS
+from raydix.cache_core.tiers.move import Move
+from raydix.cache_core.tiers.moves import BATCH_BYTES, Moves
+from raydix.cache_core.tiers.tier import Tier
+
+Pair = Callable[..., Moves]
+
+
+def make_cache(num_slots: int, page_size: int, num_states: int = 0, **options: Any) -> KVCache:
+    allocator = TokenToKVPoolAllocator(num_slots, page_size)
+    if not num_states:
+        return KVCache(RadixCache(page_size, token_to_kv_pool_allocator=allocator), allocator, **options)
+    states = MambaPool(num_states)
+    return KVCache(MambaRadixCache(page_size, allocator, states), allocator, states=states, **options)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Two tiers of pages of 2, sound at the end of a test."""
+    made: list[Moves] = []
+
+    def make(
+        device: int = 32,
+        host: int = 64,
+        bytes_per_page: int = 0,
+        page: int = 2,
+        states: tuple[int, int] = (0, 0),
+        **options: Any,
+    ) -> Moves:
+        upper = Tier("device", "GPU", make_cache(device, page, states[0], **options))
+        lower = Tier("host", "CPU", make_cache(host, page, states[1], **options))
+        made.append(Moves(upper, lower, bytes_per_page))
+        made[-1].batch_pages = 100
+        return made[-1]
+
+    yield make
+    for moves in made:
+        moves.check_invariants()
+
+
+def write_all(moves: Moves) -> int:
+    """Write until the plan is ahead; return the number of plans."""
+    for number in range(1, 1000):
+        plan = moves.plan_demotion(moves.upper.cache.num_slots)
+        for move in plan.moves:
+            moves.finish(move, move.num_pages)
+        if plan.is_ahead:
+            return number
+    raise AssertionError("the plan never gets ahead")
+
+
+def write(moves: Moves, *ids: int, ns: str | None = None) -> None:
+    """Put a prompt into the lower tier alone."""
+    publish(moves.upper.cache, *ids, ns=ns)
+    write_all(moves)
+    moves.upper.cache.evict(moves.upper.cache.num_slots)
+
+
+def begin_load(moves: Moves, *ids: int, lease_id: str = "l", ns: str | None = None, **options: Any) -> Move:
+    lease = moves.upper.cache.acquire(lease_id, "s", key(*ids, ns=ns), **options)
+    move = moves.plan_load(lease)
+    assert move is not None
+    return move
+
+
+# ---------------------------------------------------------------- writes
+
+
+def test_a_write_copies_what_the_lower_tier_lacks(pair: Pair) -> None:
+    moves = pair()
+    slots = publish(moves.upper.cache, 1, 2, 3, 4)
+    write_all(moves)
+    more = publish(moves.upper.cache, 1, 2, 3, 4, 5, 6)
+
+    (move,) = moves.plan_demotion(32).moves
+
+    assert (move.first, move.stop, move.source_starts.tolist()) == (4, 6, [more[4]])
+    assert more[:4] == slots and not move.is_load
+    moves.check_invariants()
+    assert moves.finish(move, 1).num_tokens == 2
+    assert moves.lower.longest_prefix(key(1, 2, 3, 4, 5, 6)) == 6
+    assert moves.counts.written == 6
+
+
+def test_nothing_is_planned_while_enough_is_free(pair: Pair) -> None:
+    moves = pair(device=32)
+    publish(moves.upper.cache, 1, 2, 3, 4)
+
+    assert moves.plan_demotion(28) == ([], True)
+    assert len(moves.plan_demotion(29).moves) == 1
+
+
+def conversations(cache: KVCache, num: int, num_turns: int) -> None:
+    """Publish chains of nodes of one page of 2, as decoded answers leave them."""
+    for number in range(num):
+        tokens = [number, 1000]
+        for turn in range(num_turns):
+            publish(cache, *tokens)
+            tokens += [turn, number]
+
+
+def test_chains_of_pages_are_written_up_to_the_reserve_and_then_the_task_sleeps(pair: Pair) -> None:
+    """64 conversations with answers of single pages, in a pool that is 0.9 full: the coldest tenth is written."""
+    moves = pair(device=6400, host=10_000)
+    device = moves.upper.cache
+    conversations(device, 64, 45)
+    assert device.free_slots == 640
+    nodes = list(device.radix.parts.tree.nodes())
+    assert {len(node) for node in nodes} == {2} and sum(not node.children for node in nodes) == 64
+
+    plans = 1
+    while not (plan := moves.plan_demotion(1280)).is_ahead or plan.moves:
+        assert sum(move.num_pages for move in plan.moves) <= moves.batch_pages
+        for move in plan.moves:
+            moves.finish(move, move.num_pages)
+        plans += 1
+        assert plans < 50, "the task would not sleep"
+
+    assert 640 <= moves.counts.written < 640 + 90, "a conversation more at most"
+    device.watch_victims(moves.count_dropped)
+    device.evict(640)
+    assert moves.counts.dropped == 0
+    device.evict(640)
+    assert moves.counts.dropped > 500
+    assert moves.plan_demotion(device.free_slots) == ([], True)
+
+
+def test_the_lower_tier_is_asked_once_about_each_use_of_a_leaf(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = pair(device=6400, host=10_000)
+    conversations(moves.upper.cache, 20, 5)
+    write_all(moves)
+    asked: list[str] = []
+    ask = Moves._missing
+    monkeypatch.setattr(Moves, "_missing", lambda self, node: (asked.append("asked"), ask(self, node))[1])
+
+    assert [write_all(moves) for _ in range(3)] == [1, 1, 1] and not asked
+    publish(moves.upper.cache, 3, 1000, 0, 3)  # It is an inner node of a chain: no leaf was used.
+    assert write_all(moves) == 1 and not asked
+    publish(moves.upper.cache, 3, 1000, 0, 3, 1, 3, 2, 3, 3, 3)
+    assert write_all(moves) == 1 and len(asked) == 1
+    assert moves.counts.written == 20 * 5 * 2
+
+
+def test_a_batch_is_bounded_and_a_long_leaf_goes_in_parts(pair: Pair) -> None:
+    moves = pair(device=1600, host=1600)
+    moves.batch_pages = 4
+    tokens = list(range(30))
+    publish(moves.upper.cache, *tokens)
+
+    parts = []
+    while plan := moves.plan_demotion(1600).moves:
+        (move,) = plan
+        parts.append((move.first, move.stop))
+        moves.finish(move, move.num_pages)
+
+    assert parts == [(0, 8), (8, 16), (16, 24), (24, 30)]
+    assert moves.lower.longest_prefix(key(*tokens)) == 30
+
+
+def test_the_size_of_a_batch_is_32_mib_and_a_part_of_the_pool(pair: Pair) -> None:
+    tiers = pair(device=3200)
+    assert Moves(tiers.upper, tiers.lower).batch_pages == 100
+    assert Moves(tiers.upper, tiers.lower, BATCH_BYTES // 7).batch_pages == 7
+    assert Moves(tiers.upper, tiers.lower, 10).batch_pages == 100
+    assert Moves(tiers.upper, tiers.lower, 10**9).batch_pages == 1
+
+
+def test_writes_with_a_common_beginning_go_one_after_the_other(pair: Pair) -> None:
+    moves = pair()
+    for last in (5, 6, 7):
+        publish(moves.upper.cache, 1, 2, 3, 4, last, last)
+
+    (first,) = moves.plan_demotion(32).moves
+    assert moves.plan_demotion(32) == ([], False)
+    moves.finish(first, first.num_pages)
+    others = moves.plan_demotion(32).moves
+
+    assert [(move.first, move.stop) for move in (first, *others)] == [(0, 6), (4, 6), (4, 6)]
+    for move in others:
+        moves.finish(move, 1)
+
+
+def test_a_locked_node_is_left_alone(pair: Pair) -> None:
+    moves = pair()
+    publish(moves.upper.cache, 1, 2, 3, 4)
+    moves.upper.cache.acquire("l", "s", key(1, 2, 3, 4))
+
+    assert moves.plan_demotion(32) == ([], True)
+
+
+def test_the_lower_tier_evicts_for_a_write_and_refuses_what_never_fits(pair: Pair) -> None:
+    moves = pair(device=64, host=8)
+    for prompt in ([1, 2, 3, 4, 5, 6], [7, 8, 9, 10], range(20, 30)):
+        publish(moves.upper.cache, *prompt)
+        write_all(moves)
+
+    assert moves.lower.longest_prefix(key(7, 8, 9, 10)) == 4
+    assert moves.lower.cache.counters.tokens_evicted > 0
+    assert moves.counts.writes_refused == 1
+    assert moves.plan_demotion(64) == ([], True), "a refused write is not tried again"
+
+
+def test_the_source_cannot_be_evicted_nor_the_target_found_until_the_end(pair: Pair) -> None:
+    moves = pair()
+    publish(moves.upper.cache, 1, 2, 3, 4)
+    (move,) = moves.plan_demotion(32).moves
+
+    assert moves.upper.cache.evict(32) == 0
+    assert moves.lower.longest_prefix(key(1, 2, 3, 4)) == 0 and moves.lower.cache.private_slots == 4
+    moves.check_invariants()
+    moves.cancel(move)
+    assert move.is_cancelled
+    assert moves.finish(move, 1).num_tokens == 2
+    assert moves.lower.longest_prefix(key(1, 2, 3, 4)) == 2
+    assert moves.counts.failed == 2 and not moves.in_flight
+
+
+def test_leases_of_moves_are_not_remembered(pair: Pair) -> None:
+    moves = pair(remembered_leases=4)
+    write(moves, 1, 2, 3, 4)
+    move = begin_load(moves, 1, 2, 3, 4)
+    moves.finish(move, 2)
+
+    for tier in (moves.upper, moves.lower):
+        assert not tier.cache.leases.of_session(TIERS)
+        assert {name for _, name in tier.cache.leases.ended._ended} <= {"publisher"}
+
+
+def test_a_write_of_a_retired_namespace_publishes_nothing(pair: Pair) -> None:
+    moves = pair()
+    publish(moves.upper.cache, 1, 2, ns="a")
+    publish(moves.upper.cache, 3, 4, ns="b")
+    first, second = moves.plan_demotion(32).moves
+
+    assert moves.retire(lambda namespace: namespace == "a") == 1
+    moves.finish(first, 1)
+    moves.finish(second, 1)
+
+    assert moves.lower.longest_prefix(key(1, 2, ns="a")) == 0
+    assert moves.lower.longest_prefix(key(3, 4, ns="b")) == 2
+
+
+def test_a_state_moves_with_its_node_and_alone_if_the_pages_are_there(pair: Pair) -> None:
+    moves = pair(states=(4, 4))
+    device = moves.upper.cache
+    for prompt in ([1, 2, 3, 4], [1, 2]):
+        device.acquire("l", "s", key(*prompt))
+        device.insert("l", "s", len(prompt), NO_IDS, publish_state=True)
+        device.release("l", "s")
+
+    plans = [moves.plan_demotion(32).moves]
+    moves.finish(plans[0][0], plans[0][0].num_pages)
+    plans.append(moves.plan_demotion(32).moves)
+
+    assert [(move.first, move.stop, len(move.target_states)) for (move,) in plans] == [(0, 4, 1), (2, 2, 1)]
+    moves.finish(plans[1][0], 0)
+    assert moves.lower.longest_prefix(key(1, 2)) == 2 and moves.lower.longest_prefix(key(1, 2, 3, 4)) == 4
+
+
+# ---------------------------------------------------------------- loads
+
+
+def test_a_load_makes_the_prefix_longer_before_the_hand_out(pair: Pair) -> None:
+    moves = pair()
+    write(moves, 1, 2, 3, 4, 5, 6)
+    publish(moves.upper.cache, 1, 2)
+    before = moves.upper.cache.counters.tokens_reused
+    move = begin_load(moves, 1, 2, 3, 4, 5, 6, 7)
+    lease = move.target
+
+    assert (lease.prefix_len, lease.session_id, lease.filling_for, move.first, move.stop) == (2, TIERS, "s", 2, 6)
+    moves.check_invariants()
+    finished = moves.finish(move, 2)
+
+    assert finished.lease is lease and (finished.num_tokens, finished.must_restart) == (4, False)
+    assert (lease.prefix_len, lease.loaded_len, lease.session_id, lease.filling_for) == (6, 4, "s", None)
+    assert moves.upper.cache.leases.get("l", "s") is lease
+    assert moves.upper.longest_prefix(key(1, 2, 3, 4, 5, 6)) == 6
+    counters = moves.upper.cache.counters
+    assert counters.tokens_reused - before == 6 and moves.counts.loaded == 4
+
+
+def test_a_load_is_a_use_of_the_lower_tier(pair: Pair) -> None:
+    moves = pair(host=8)
+    write(moves, 1, 2, 3, 4)
+    write(moves, 5, 6)
+    move = begin_load(moves, 1, 2, 3, 4)
+    moves.finish(move, 2)
+    moves.upper.cache.end_session("s")
+    write(moves, 7, 8, 9, 10)
+
+    assert [moves.lower.longest_prefix(key(*ids)) for ids in ((1, 2, 3, 4), (5, 6), (7, 8, 9, 10))] == [4, 0, 4]
+    assert moves.lower.cache.counters.acquires == 1 and moves.lower.cache.counters.tokens_reused == 4
+
+
+def test_a_failed_load_leaves_the_shorter_prefix(pair: Pair) -> None:
+    moves = pair()
+    write(moves, 1, 2, 3, 4, 5, 6)
+    move = begin_load(moves, 1, 2, 3, 4, 5, 6)
+
+    assert moves.finish(move, 1).lease is move.target
+
+    assert (move.target.prefix_len, move.target.num_slots) == (2, 6)
+    assert moves.upper.cache.counters.hits == 1 and moves.counts.failed == 4
+
+
+def test_the_limit_of_a_request_bounds_its_load(pair: Pair) -> None:
+    moves = pair()
+    write(moves, 1, 2, 3, 4, 5, 6)
+    lease = moves.upper.cache.acquire("l", "s", key(1, 2, 3, 4, 5, 6), max_prefix_len=5)
+
+    move = moves.plan_load(lease, limit=5)
+
+    assert move is not None and move.stop == 4
+    moves.finish(move, 2)
+    assert moves.upper.cache.acquire("m", "s", key(9, 9), max_prefix_len=0).prefix_len == 0
+
+
+def test_a_second_request_waits_for_the_running_load_of_its_next_page(pair: Pair) -> None:
+    moves = pair()
+    write(moves, 1, 2, 3, 4)
+    move = begin_load(moves, 1, 2, 3, 4)
+
+    assert moves.running_load(key(1, 2, 3, 4, 5)) is move
+    assert moves.running_load(key(1, 2, 9, 9)) is move
+    assert moves.running_load(key(1, 2, 3, 4), limit=1) is None
+    assert moves.running_load(key(9, 9)) is None
+    assert moves.running_load(key(1, 2, 3, 4, ns="a")) is None
+    other = moves.upper.cache.acquire("other", "s", key(1, 2, 3, 4))
+    assert moves.plan_load(other) is None, "it was not loaded twice"
+    moves.finish(move, 2)
+    assert moves.running_load(key(1, 2, 3, 4)) is None
+
+
+def test_no_session_can_use_a_lease_that_is_being_filled(pair: Pair) -> None:
+    moves = pair()
+    write(moves, 1, 2, 3, 4)
+    move, device = begin_load(moves, 1, 2, 3, 4), moves.upper.cache
+
+    uses: list[Callable[[], object]] = [
+        lambda: device.extend("l", "s", 1),
+        lambda: device.insert("l", "s", 4, NO_IDS),
+        lambda: device.release_window("l", "s", 1),
+        lambda: device.offer("l", "s", "offer", 1.0),
+        lambda: device.acquire("l", "s", key(1)),
+        lambda: device.release("l", "other"),
+    ]
+    for use in uses:
+        with pytest.raises(UnknownLeaseError):
+            use()
+    moves.finish(move, 2)
+    assert device.acquire("l", "s", key(1)) is move.target, "a retry gets the filled lease"
+
+
+@pytest.mark.parametrize("end", ["release", "end_session", "quarantine_session"])
+def test_a_lease_that_ends_while_it_is_filled_keeps_its_slots_until_the_copy_ends(pair: Pair, end: str) -> None:
+    moves = pair(remembered_leases=4)
+    write(moves, 1, 2, 3, 4)
+    move, device = begin_load(moves, 1, 2, 3, 4, new_tokens=2), moves.upper.cache
+
+    assert getattr(device, end)(*(("l", "s") if end == "release" else ("s",))) == 1
+
+    assert device.private_slots == 6 and not device.quarantine.take("s")
+    moves.check_invariants()
+    with pytest.raises((UnknownLeaseError, ExpiredLeaseError)):
+        device.acquire("l", "s", key(1))
+    finished = moves.finish(move, 2)
+    assert finished.lease is None and not finished.must_restart
+    assert device.private_slots == 0 and moves.upper.longest_prefix(key(1, 2, 3, 4)) == 4
+    assert (moves.counts.loaded, moves.counts.loaded_unused) == (0, 4)
+
+
+@pytest.mark.parametrize("lost", ["retire", "reset"])
+def test_a_retirement_during_a_load_begins_the_request_again(pair: Pair, lost: str) -> None:
+    moves = pair(remembered_leases=4)
+    write(moves, 1, 2, 3, 4, ns="a")
+    counters = moves.upper.cache.counters
+    before = (counters.acquires, counters.tokens_requested, counters.tokens_reused, counters.hits)
+    move = begin_load(moves, 1, 2, 3, 4, ns="a")
+
+    moves.reset() if lost == "reset" else moves.retire(lambda namespace: namespace == "a")
+    moves.check_invariants()
+    finished = moves.finish(move, 2)
+
+    assert finished == (0, None, True)
+    assert before == (counters.acquires, counters.tokens_requested, counters.tokens_reused, counters.hits)
+    assert moves.upper.cache.private_slots == 0
+    again = moves.upper.cache.acquire("l", "s", key(1, 2, 3, 4, ns="a"))
+    assert again.prefix_len == 0 and moves.plan_load(again) is None
+
+
+def test_after_a_retirement_nobody_waits_for_the_old_load(pair: Pair) -> None:
+    moves = pair()
+    write(moves, 1, 2, 3, 4)
+    move = begin_load(moves, 1, 2, 3, 4)
+    moves.reset()
+    write(moves, 1, 2, 3, 4)
+
+    assert moves.running_load(key(1, 2, 3, 4)) is None
+    new = begin_load(moves, 1, 2, 3, 4, lease_id="new")
+    moves.finish(move, 2)
+    assert moves.finish(new, 2).lease is new.target
+
+
+def test_pages_that_another_request_published_meanwhile_are_used(pair: Pair) -> None:
+    moves = pair()
+    write(moves, 1, 2, 3, 4)
+    move = begin_load(moves, 1, 2, 3, 4)
+    slots = publish(moves.upper.cache, 1, 2, 3, 4)
+
+    moves.finish(move, 2)
+
+    assert move.target.starts.tolist() == slots[::2] and move.target.prefix_len == 4
+    assert moves.upper.cache.counters.tokens_duplicate == 4
+
+
+def test_a_load_fills_the_states_of_the_lease_and_of_the_tree(pair: Pair) -> None:
+    moves = pair(states=(4, 4))
+    device = moves.upper.cache
+    device.acquire("p", "s", key(1, 2))
+    device.insert("p", "s", 2, NO_IDS, publish_state=True)
+    device.release("p", "s")
+    write_all(moves)
+    device.evict(32)
+    move = begin_load(moves, 1, 2, 3)
+
+    assert len(set(move.target_states)) == 2 and move.target_states[0] == move.target.state_slot
+    moves.check_invariants()
+    moves.finish(move, 1)
+    assert device.tree.state_at(move.target.node) == move.target_states[1]
+    assert moves.counts.states_not_published == 0
+
+
+def test_without_a_second_slot_a_loaded_state_is_not_published(pair: Pair) -> None:
+    moves = pair(states=(2, 4))
+    device = moves.upper.cache
+    device.acquire("p", "s", key(1, 2))
+    device.insert("p", "s", 2, NO_IDS, publish_state=True)
+    device.release("p", "s")
+    write_all(moves)
+    device.evict(32)
+    device.acquire("other", "s", key(9, 9))
+    move = begin_load(moves, 1, 2, 3)
+
+    assert len(move.target_states) == 1 and moves.counts.states_not_published == 1
+    moves.finish(move, 1)
+    assert move.target.prefix_len == 2 and device.tree.state_at(move.target.node) is None
+    assert moves.upper.longest_prefix(key(1, 2)) == 0
+
+
+def test_the_prefix_below_survives_the_evictions_of_its_own_request(pair: Pair) -> None:
+    moves = pair(device=8, host=8)
+    device = moves.upper.cache
+    device.watch_victims(moves.write_before_eviction)
+    publish(device, 1, 2, 3, 4)
+    publish(device, 5, 6, 7, 8, 9, 10)
+    assert moves.lower.longest_prefix(key(1, 2, 3, 4)) == 4
+
+    with moves.holding(key(1, 2, 3, 4)):
+        lease = device.acquire("l", "s", key(1, 2, 3, 4), new_tokens=4)
+        move = moves.plan_load(lease)
+    assert move is not None and moves.finish(move, 2).lease is not None
+    assert lease.prefix_len == 4
+
+
+def test_a_lock_without_room_for_its_load_changes_nothing(pair: Pair) -> None:
+    moves = pair(device=8)
+    write(moves, 1, 2, 3, 4)
+    device = moves.upper.cache
+    device.acquire("large", "s", RadixKey([9] * 6))
+    lease = device.lock("l", "s", key(1, 2, 3, 4))
+
+    with pytest.raises(OutOfSlotsError):
+        moves.plan_load(lease)
+
+    assert (lease.session_id, lease.filling_for, lease.num_slots) == ("s", None, 0)
+    assert not moves.in_flight
