@@ -41,6 +41,7 @@ class LeasedCache(ABC):
         quarantine: ended leases of vanished sessions; their private slots are withheld.
         counters: counts of events since the start.
         observers: objects that are notified of every request.
+        below: the cache of the tier below, which is reset and retired with this one; None without one.
     """
 
     num_slots: int
@@ -51,6 +52,7 @@ class LeasedCache(ABC):
         self.quarantine = Quarantine()
         self.counters = Counters()
         self.observers: list[RequestObserver] = []
+        self.below: LeasedCache | None = None
 
     # ---------------------------------------------------------------- requests
 
@@ -389,17 +391,28 @@ class LeasedCache(ABC):
         """
 
     def reset(self) -> None:
-        """Make all cached pages unmatchable. Open leases keep their slots, but their inserts publish nothing."""
-        self._retire_leases(lambda extra_key: True)
-        self._retire_all()
+        """Make all cached pages unmatchable, in the tiers below, too.
+
+        Open leases keep their slots, but their inserts publish nothing.
+        """
+        try:
+            self._retire_leases(lambda extra_key: True)
+            self._retire_all()
+        finally:  # the pool may raise while retired pages are freed
+            if self.below is not None:
+                self.below.reset()
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        """Do `reset` for each namespace if `is_meant(extra_key)` returns True; return their number.
+        """Do `reset` for each namespace if `is_meant(extra_key)` returns True; return their number in this tier.
 
         O(namespaces and leases). Frees a bounded number of unlocked pages; `reclaim` frees all others.
         """
-        self._retire_leases(is_meant)
-        return self._retire(is_meant)
+        try:
+            self._retire_leases(is_meant)
+            return self._retire(is_meant)
+        finally:  # the pool may raise while retired pages are freed
+            if self.below is not None:
+                self.below.retire(is_meant)
 
     def _retire_leases(self, is_meant: Callable[[str | None], bool]) -> None:
         for lease in (*self.leases, *self.quarantine):

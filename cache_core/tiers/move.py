@@ -17,7 +17,7 @@ class Move:
     A copier copies all of it, front to back, and calls `Moves.finish`. It looks at `is_cancelled` between chunks.
 
     Attributes:
-        is_load: up, into the lease of a request; else it is a write, down.
+        is_load: up, into the lease of a request or of a prefetch; else it is a write, down.
         source_tier, target_tier: where it reads and writes.
         source: locks the pages that are read.
         target: has the pages that are written, private.

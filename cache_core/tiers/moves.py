@@ -14,7 +14,7 @@ Rules, checked by `check_invariants`:
 2. The leases under `TIERS` are exactly the ends of the moves in flight. Without a move there are none.
 3. No two moves into one tier copy the same page of a prefix, unless one is of a retired namespace.
 4. The source of a move is locked, and its target private, until `finish`.
-5. A lease that is being filled was not handed out: no session has it.
+5. A lease that is being filled was not handed out: no session has it. For a prefetch, none will.
 6. Every reused token is counted once: at most `tokens_reused` were loaded.
 
 `finish` publishes a prefix of the move, of pages that the copier has confirmed, and nothing of a retired namespace.
@@ -23,7 +23,7 @@ Rules, checked by `check_invariants`:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -50,7 +50,7 @@ class MoveCounts:
 
     written: int = 0  # tokens that the lower tier did not have
     loaded: int = 0  # tokens of prefixes that were handed out
-    loaded_unused: int = 0  # loaded for a lease that had ended
+    loaded_unused: int = 0  # loaded for no lease, or for one that had ended
     dropped: int = 0  # evicted from the upper tier before they were written
     writes_refused: int = 0  # moves: the lower tier had no room
     failed: int = 0  # tokens that were to be copied and were not
@@ -82,7 +82,7 @@ class _Missing(NamedTuple):
 
 
 class Moves:
-    """Plans the moves between two tiers, and ends them.
+    """Plans the moves between two tiers, and ends them. The lower cache is reset and retired with the upper one.
 
     Args:
         upper, lower: the tiers; both caches have the same page size, window and kind.
@@ -98,6 +98,7 @@ class Moves:
         self.lower = lower
         self.counts = MoveCounts()
         cache = upper.cache
+        cache.below = lower.cache
         most = cache.num_slots // cache.page_size // _BATCHES_OF_POOL
         self.batch_pages = max(1, min(most, BATCH_BYTES // bytes_per_page) if bytes_per_page else most)
         self._page_size = cache.page_size
@@ -108,7 +109,7 @@ class Moves:
         self._num_passed = 0
         self._put_off: deque[TreeNode] = deque()
         self._num_below: dict[int, int] = {}  # id of a node: its children that the round has passed
-        # id of a node that the lower tier has, or refused: the last use of the node at that time; of two rounds
+        # id of a node that the lower tier has, or `~` if it refused the node: last use at that time; of two rounds
         self._covered: dict[int, int] = {}
         self._covered_before: dict[int, int] = {}
 
@@ -174,7 +175,7 @@ class Moves:
             The pages of the move.
         """
         found: _Missing | None = None
-        is_first, num_pages = True, 0
+        is_first, num_pages, leaf = True, 0, node
         while node.data and node.slots is not None and node.namespace.live:
             if node.lock_ref:
                 if is_first and self._reading:  # A write in flight may be the one that locks it.
@@ -207,14 +208,16 @@ class Moves:
         move = self._begin_write(found, found.first + num_pages * self._page_size)
         if move is not None:
             plan.append(move)
+        elif leaf.id in self._covered:
+            self._covered[leaf.id] = ~leaf.own_access_time
         return num_pages
 
     def _is_covered(self, node: TreeNode) -> bool:
-        """Return whether the lower tier was asked about a node since its last use, and it was written if needed."""
+        """Return whether the lower tier was asked about a node since its last use: it has the node or refused it."""
         asked = self._covered.get(node.id)
         if asked is None and (asked := self._covered_before.get(node.id)) is not None:
             self._covered[node.id] = asked
-        return asked == node.own_access_time
+        return asked is not None and max(asked, ~asked) == node.own_access_time
 
     def _has_end(self, node: TreeNode) -> bool:
         """Return whether the end of an inner node is to be written, besides the ends of the nodes below it."""
@@ -323,7 +326,8 @@ class Moves:
 
         Pass it to `KVCache.watch_victims` of the upper tier, where copies take time.
         """
-        if not self._is_covered(node) and (found := self._missing(node)) is not None:
+        is_written = self._is_covered(node) and self._covered[node.id] >= 0
+        if not is_written and (found := self._missing(node)) is not None:
             self._count_dropped(found)
 
     def _count_dropped(self, missing: _Missing) -> None:
@@ -406,6 +410,39 @@ class Moves:
             self._add_spare(move)
         return move
 
+    def plan_prefetch(self, key: RadixKey, limit: int | None = None) -> Move | None:
+        """Begin to load the prefix of a key for no lease; None if there is nothing to load, or no room.
+
+        It may evict what no lease locks.
+
+        Args:
+            limit: load a prefix of at most so many tokens.
+        """
+        upper, lower = self.upper.cache, self.lower.cache
+        if self.running_load(key, limit) is not None:
+            return None
+        tree_key = upper.tree_key(key)
+        most = len(tree_key) if limit is None else min(limit, len(tree_key))
+        usable, full = upper.radix.cached_lens(tree_key[:most])
+        with self.holding(key, most):
+            stop = lower.radix.cached_lens(tree_key[:most])[0]
+            if stop <= usable:
+                return None
+            node, _ = lower.radix.locate(tree_key, stop)
+            live_from = lower.radix.live_from(node)
+            try:
+                target = upper.open_target(tree_key[:stop], min(full, live_from))
+            except OutOfSlotsError:
+                return None
+            source = lower.find_source(tree_key, stop)
+        target.filling_for = ""
+        first = target.num_published_pages * self._page_size
+        state = lower.tree.state_at(source.node)
+        move = self._add(True, source, target, tree_key[:stop], first, live_from, state)
+        if state is not None:
+            self._add_spare(move)
+        return move
+
     def _add_spare(self, move: Move) -> None:
         """Take a second state slot for a load, which the tree gets; without one its state is not published."""
         try:
@@ -443,6 +480,9 @@ class Moves:
         if move.is_load:
             return self._finish_load(move, key, is_whole)
         self._reading.difference_update(move.source_starts.tolist())
+        if not is_whole:
+            self._covered.pop(move.source.node.id, None)
+            self._covered_before.pop(move.source.node.id, None)
         try:
             if move.is_retired:
                 key, is_whole = key[: move.first], False
@@ -480,7 +520,7 @@ class Moves:
             num_loaded = len(key) - move.first
             if not is_wanted:
                 self.counts.loaded_unused += num_loaded
-                upper.end_quietly(lease)
+                upper.end_quietly(lease, is_use=True)
                 return Finished(num_loaded)
             self.counts.loaded += num_loaded
             upper.hand_out(lease, len(key))
@@ -490,18 +530,7 @@ class Moves:
                 upper.end_quietly(spare)
             self.lower.cache.end_quietly(move.source, is_use=True)
 
-    # ---------------------------------------------------------------- all tiers
-
-    def retire(self, is_meant: Callable[[str | None], bool]) -> int:
-        """Retire namespaces in both tiers; return their number in the upper one. Moves of them publish nothing."""
-        retired = self.upper.cache.retire(is_meant)
-        self.lower.cache.retire(is_meant)
-        return retired
-
-    def reset(self) -> None:
-        """Make all cached pages of both tiers unmatchable. Moves in flight publish nothing."""
-        self.upper.cache.reset()
-        self.lower.cache.reset()
+    # ---------------------------------------------------------------- checks
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module is broken. O(n)."""

@@ -1,54 +1,69 @@
-"""`TieredCache`: two tiers without KV, whose copies take no time: for replays and simulations."""
+"""`TieredCache`: a cache without KV and a tier below it, between which moves take no time: for replays, simulations."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
+from raydix.cache_core.base_prefix_cache import BasePrefixCache
+from raydix.cache_core.errors import OutOfSlotsError
+from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import LeaseRecord
-from raydix.cache_core.leases.results import Published
+from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.tiers.moves import Moves
+from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tree.radix_key import RadixKey
 
 
-class TieredCache:
-    """The requests of a cache with a lower tier. Evicted nodes are written first, and loads end where they begin.
+class TieredCache(KVCache):
+    """A `KVCache` that writes each node to the tier below before it evicts it, and loads prefixes from there.
+
+    A lease begins with the prefix of either tier. `lock` loads if there is room.
 
     Args:
-        moves: between the two tiers; no other caller may use them.
+        tree, allocator, options: as for `KVCache`.
+        lower: the tier below, with a cache of the same page size, window and kind.
+
+    Attributes:
+        moves: between the two tiers.
     """
 
-    def __init__(self, moves: Moves) -> None:
-        self.moves = moves
-        self._device = moves.upper.cache
-        self._device.watch_victims(moves.write_before_eviction)
+    def __init__(
+        self, tree: BasePrefixCache, allocator: TokenToKVPoolAllocator, *, lower: Tier, **options: Any
+    ) -> None:
+        super().__init__(tree, allocator, **options)
+        self.moves = Moves(Tier("device", "GPU", self), lower)
+        self.watch_victims(self.moves.write_before_eviction)
 
     def acquire(
-        self, lease_id: str, session_id: str, key: RadixKey, new_tokens: int = 0, max_prefix_len: int | None = None
+        self,
+        lease_id: str,
+        session_id: str,
+        key: RadixKey,
+        new_tokens: int = 0,
+        max_prefix_len: int | None = None,
+        *options: Any,
+        **more: Any,
     ) -> LeaseRecord:
-        """Open a lease as `LeasedCache.acquire` does, with the prefix of either tier."""
+        """Open a lease with the prefix of either tier."""
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
+            return open_lease
         with self.moves.holding(key, max_prefix_len):
-            lease = self._device.acquire(lease_id, session_id, key, new_tokens, max_prefix_len)
+            lease = super().acquire(lease_id, session_id, key, new_tokens, max_prefix_len, *options, **more)
             self._load(lease, max_prefix_len)
         return lease
 
-    def lock(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:
-        """Open a lease as `LeasedCache.lock` does, with the prefix of either tier.
-
-        Raises:
-            OutOfSlotsError: there is no room for a load. The lease is open, with the prefix of the device.
-        """
+    def lock(self, lease_id: str, session_id: str, key: RadixKey, priority: int = 0) -> LeaseRecord:
+        """Lock the prefix of a key that either tier has; that of this tier if there is no room for a load."""
+        if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
+            return open_lease
         with self.moves.holding(key):
-            lease = self._device.lock(lease_id, session_id, key)
-            self._load(lease, None)
+            lease = super().lock(lease_id, session_id, key, priority)
+            with suppress(OutOfSlotsError):
+                self._load(lease, None)
         return lease
 
     def _load(self, lease: LeaseRecord, limit: int | None) -> None:
         move = self.moves.plan_load(lease, limit)
         if move is not None:
             self.moves.finish(move, move.num_pages)
-
-    def insert(self, lease_id: str, session_id: str, num_tokens: int, suffix: RadixKey) -> Published:
-        """Publish as `LeasedCache.insert` does."""
-        return self._device.insert(lease_id, session_id, num_tokens, suffix)
-
-    def release(self, lease_id: str, session_id: str) -> bool:
-        """End a lease as `LeasedCache.release` does."""
-        return self._device.release(lease_id, session_id)

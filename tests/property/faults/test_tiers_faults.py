@@ -80,7 +80,11 @@ def the_target_keeps_its_pages_private_after_a_failure(patch: Patch) -> None:
 
 @fault
 def the_lower_tier_is_not_retired(patch: Patch) -> None:
-    patch.setattr(Moves, "retire", lambda self, is_meant: self.upper.cache.retire(is_meant))
+    def init(original: Any, self: Moves, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.upper.cache.below = None
+
+    around(patch, Moves, "__init__", init)
 
 
 @fault

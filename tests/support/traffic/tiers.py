@@ -295,6 +295,14 @@ class TiersTraffic:
             self.done["write"] += 1
             self.copied[move] = 0
 
+    def prefetch(self) -> None:
+        tokens, namespace = self.prompt()
+        move = self.moves.plan_prefetch(RadixKey(list(tokens), namespace), self.rng.choice((None, 3 * self.page)))
+        if move is not None:
+            self.done["prefetch"] += 1
+            self.copied[move] = 0
+            self.filling[move] = Request(move.target, tokens, namespace, self.model.generation(namespace))
+
     def copy_some(self) -> None:
         if self.copied:
             self.copy(self.rng.choice(list(self.copied)), self.rng.randint(1, 3))
@@ -351,9 +359,9 @@ class TiersTraffic:
         is_meant: Callable[[str | None], bool] = lambda namespace: namespace == meant  # noqa: E731
         if self.rng.random() < 0.2:
             is_meant = lambda namespace: True  # noqa: E731
-            self.moves.reset()
+            self.device.cache.reset()
         else:
-            self.moves.retire(is_meant)
+            self.device.cache.retire(is_meant)
         self.model.retire(is_meant, NAMESPACES)
 
     # ---------------------------------------------------------------- checks
@@ -411,7 +419,7 @@ class TiersTraffic:
             assert resident <= reference.pages.keys(), f"{stamped.tier.name} has pages that nothing has published"
             gone = reference.pages.keys() - resident
             assert not gone & self.locked(stamped), f"{stamped.tier.name} has evicted locked pages"
-            may_evict = name in ("acquire", "evict", "insert", "demote")
+            may_evict = name in ("acquire", "evict", "insert", "demote", "prefetch")
             assert may_evict or not gone, f"{name} has lost pages of {stamped.tier.name}"
             reference.forget(gone)
         reused = self.device.cache.counters.tokens_reused
@@ -437,6 +445,7 @@ class TiersTraffic:
             self.evict: 6,
             self.give_up_a_fill: 2,
             self.use_a_fill: 2,
+            self.prefetch: 3,
             self.end_session: 1,
             self.retire: 1,
         }

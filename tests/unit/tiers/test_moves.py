@@ -253,7 +253,7 @@ def test_a_write_of_a_retired_namespace_publishes_nothing(pair: Pair) -> None:
     publish(moves.upper.cache, 3, 4, ns="b")
     first, second = moves.plan_demotion(32).moves
 
-    assert moves.retire(lambda namespace: namespace == "a") == 1
+    assert moves.upper.cache.retire(lambda namespace: namespace == "a") == 1
     moves.finish(first, 1)
     moves.finish(second, 1)
 
@@ -399,7 +399,8 @@ def test_a_retirement_during_a_load_begins_the_request_again(pair: Pair, lost: s
     before = (counters.acquires, counters.tokens_requested, counters.tokens_reused, counters.hits)
     move = begin_load(moves, 1, 2, 3, 4, ns="a")
 
-    moves.reset() if lost == "reset" else moves.retire(lambda namespace: namespace == "a")
+    cache = moves.upper.cache
+    cache.reset() if lost == "reset" else cache.retire(lambda namespace: namespace == "a")
     moves.check_invariants()
     finished = moves.finish(move, 2)
 
@@ -414,7 +415,7 @@ def test_after_a_retirement_nobody_waits_for_the_old_load(pair: Pair) -> None:
     moves = pair()
     write(moves, 1, 2, 3, 4)
     move = begin_load(moves, 1, 2, 3, 4)
-    moves.reset()
+    moves.upper.cache.reset()
     write(moves, 1, 2, 3, 4)
 
     assert moves.running_load(key(1, 2, 3, 4)) is None
@@ -496,3 +497,35 @@ def test_a_lock_without_room_for_its_load_changes_nothing(pair: Pair) -> None:
 
     assert (lease.session_id, lease.filling_for, lease.num_slots) == ("s", None, 0)
     assert not moves.in_flight
+
+
+def test_a_prefetch_loads_for_no_lease_and_requests_wait_for_it(pair: Pair) -> None:
+    moves = pair(device=8)
+    write(moves, 1, 2, 3, 4, 5, 6)
+    move = moves.plan_prefetch(key(1, 2, 3, 4, 5, 6), limit=5)
+
+    assert move is not None and (move.first, move.stop) == (0, 4)
+    assert moves.running_load(key(1, 2)) is move and moves.plan_prefetch(key(1, 2)) is None
+    moves.check_invariants()
+    assert moves.finish(move, 2) == (4, None, False)
+    assert moves.upper.longest_prefix(key(1, 2, 3, 4, 5, 6)) == 4 and not moves.upper.cache.private_slots
+    assert moves.counts.loaded == 0 and moves.upper.cache.counters.acquires == 1
+    moves.upper.cache.acquire("l", "s", key(9, 9, 9, 9, 9, 9, 9, 9))
+    assert moves.plan_prefetch(key(1, 2)) is None, "there is no room"
+
+
+def test_a_prefetch_of_a_retired_namespace_publishes_nothing(pair: Pair) -> None:
+    moves = pair(states=(4, 4))
+    device = moves.upper.cache
+    device.acquire("p", "s", key(1, 2))
+    device.insert("p", "s", 2, NO_IDS, publish_state=True)
+    device.release("p", "s")
+    write_all(moves)
+    device.evict(32)
+    move = moves.plan_prefetch(key(1, 2))
+    assert move is not None and len(move.target_states) == 1
+
+    device.reset()
+
+    assert moves.finish(move, 1) == (0, None, False)
+    assert device.free_slots == 32
