@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from operator import index
 from typing import Protocol, cast
 
@@ -85,6 +86,10 @@ class RecurrentState(Component):
     def pop_victim(self) -> TreeNode | None:
         """Take out the node with the least recently used state without a lock; None if there is none."""
         return self._queue.pop()
+
+    def coldest(self, num_states: int) -> list[TreeNode]:
+        """Return the nodes with the states that are dropped next, in order; changes nothing."""
+        return list(islice(self._queue.in_order(), num_states))
 
     def drop(self, node: TreeNode) -> None:
         """Drop the state of a node, if it has one without a lock."""

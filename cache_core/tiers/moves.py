@@ -40,7 +40,7 @@ from raydix.cache_core.tree.tree_node import NodePath, TreeNode
 
 BATCH_BYTES = 32 * 2**20  # of one plan of writes
 _BATCHES_OF_POOL = 16  # A plan locks at most one of so many parts of the pool.
-_STEPS = 1024  # nodes that one plan looks at
+_STEPS = 64  # nodes that one plan looks at: 2 ms if all are written
 _MOST_PUT_OFF = 64  # nodes to be looked at again
 
 
@@ -147,6 +147,38 @@ class Moves:
                 break
         return Plan(plan, False)
 
+    def plan_states(self, reserve: int) -> Plan:
+        """Do `plan_demotion` for the states that the upper tier would drop next, until `reserve` state slots are.
+
+        States may run short before slots do. O(reserve).
+        """
+        cache, plan, budget, is_ahead = self.upper.cache, list[Move](), self.batch_pages, True
+        states, pool = cache.radix.parts.states, cache.pools.states
+        if states is None or pool is None:
+            return Plan(plan, True)
+        for node in states.coldest(max(0, reserve - pool.available_size())):
+            if not node.namespace.live or self._is_covered(node):
+                continue
+            found = self._missing(node)
+            if found is not None and self._is_being_read(found):
+                is_ahead = False
+                continue
+            self._covered[node.id] = node.own_access_time
+            if found is None:
+                continue
+            stop = self._stop_within(found, budget)
+            if (move := self._begin_write(found, stop)) is not None:
+                plan.append(move)
+            else:
+                self._covered[node.id] = ~node.own_access_time
+            if stop < found.node.end:
+                is_ahead = False
+                del self._covered[node.id]
+            budget -= max(1, (stop - found.first) // self._page_size)
+            if budget <= 0:
+                return Plan(plan, False)
+        return Plan(plan, is_ahead)
+
     def _next_leaf(self) -> TreeNode | None:
         """Return the leaf that would be evicted next after the leaves of this round; None at the end."""
         if self._walk is None or self._walk.is_stale:
@@ -210,7 +242,7 @@ class Moves:
             plan.append(move)
         elif leaf.id in self._covered:
             self._covered[leaf.id] = ~leaf.own_access_time
-        return num_pages
+        return max(1, num_pages)  # A move of a state alone has no pages.
 
     def _is_covered(self, node: TreeNode) -> bool:
         """Return whether the lower tier was asked about a node since its last use: it has the node or refused it."""

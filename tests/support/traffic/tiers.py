@@ -291,7 +291,10 @@ class TiersTraffic:
     def demote(self) -> None:
         self.moves.batch_pages = self.rng.choice((1, 3, 8))
         reserve = self.rng.choice((12, self.shape.device_pages, self.shape.device_pages)) * self.page
-        for move in self.moves.plan_demotion(reserve).moves:
+        plan = self.moves.plan_demotion(reserve).moves
+        if self.shape.states:
+            plan += self.moves.plan_states(self.rng.randrange(self.shape.states)).moves
+        for move in plan:
             self.done["write"] += 1
             self.copied[move] = 0
 

@@ -278,6 +278,25 @@ def test_a_state_moves_with_its_node_and_alone_if_the_pages_are_there(pair: Pair
     assert moves.lower.longest_prefix(key(1, 2)) == 2 and moves.lower.longest_prefix(key(1, 2, 3, 4)) == 4
 
 
+def test_states_are_written_before_they_run_short(pair: Pair) -> None:
+    moves = pair(device=64, states=(5, 9))
+    device, prompts = moves.upper.cache, [(1, 2), (1, 2, 3, 4), (5, 6), (7, 8)]
+    for prompt in prompts:
+        device.acquire("l", "s", key(*prompt))
+        device.insert("l", "s", len(prompt), NO_IDS, publish_state=True)
+        device.release("l", "s")
+    device.watch_victims(moves.count_dropped)
+
+    assert moves.plan_demotion(32) == moves.plan_states(1) == ([], True), "a state and 32 slots are free"
+    while not (plan := moves.plan_states(3)).is_ahead or plan.moves:
+        for move in plan.moves:
+            moves.finish(move, move.num_pages)
+
+    device.evict_states(2)
+    assert [moves.lower.longest_prefix(key(*prompt)) for prompt in prompts] == [2, 4, 0, 0]
+    assert moves.counts.dropped == 0
+
+
 # ---------------------------------------------------------------- loads
 
 
