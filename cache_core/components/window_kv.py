@@ -317,6 +317,27 @@ class WindowKV(Component):
             self._waiting.add(node)
         return node
 
+    def coldest(self, num_tokens: int) -> list[TreeNode]:
+        """Return the nodes with the window KV that is dropped next, in order, for so many tokens; changes nothing."""
+        found: list[TreeNode] = []
+        for node in self._queue.in_order():
+            if num_tokens <= 0:
+                break
+            if not node.swa_lock_ref:
+                found.append(node)
+                num_tokens -= len(node)
+        return found
+
+    def tail_end(self, node: TreeNode) -> TreeNode:
+        """Return the node at the end of the tail that a node is in, as far as it has one child after the other."""
+        stop = node.end - len(node) + self.tail
+        while len(node.children) == 1:
+            child: TreeNode = next(iter(node.children))
+            if child.swa_tombstone or child.end > stop:
+                break
+            node = child
+        return node
+
     def clear(self) -> None:
         """Forget everything."""
         self._queue.clear()

@@ -23,7 +23,7 @@ Rules, checked by `check_invariants`:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -147,16 +147,33 @@ class Moves:
                 break
         return Plan(plan, False)
 
+    def plan_windows(self, reserve: int) -> Plan:
+        """Do `plan_demotion` for the window KV that the upper tier would drop next, until `reserve` window slots are.
+
+        Window slots may run short before slots do. O(nodes with the reserve).
+        """
+        cache = self.upper.cache
+        window, pool = cache.radix.parts.window, cache.allocator.swa
+        if window is None or pool is None:
+            return Plan([], True)
+        nodes = window.coldest(reserve - pool.available_size())
+        return self._plan_nodes([window.tail_end(node) for node in nodes if node.namespace.live])
+
     def plan_states(self, reserve: int) -> Plan:
         """Do `plan_demotion` for the states that the upper tier would drop next, until `reserve` state slots are.
 
         States may run short before slots do. O(reserve).
         """
-        cache, plan, budget, is_ahead = self.upper.cache, list[Move](), self.batch_pages, True
+        cache = self.upper.cache
         states, pool = cache.radix.parts.states, cache.pools.states
         if states is None or pool is None:
-            return Plan(plan, True)
-        for node in states.coldest(max(0, reserve - pool.available_size())):
+            return Plan([], True)
+        return self._plan_nodes(states.coldest(max(0, reserve - pool.available_size())))
+
+    def _plan_nodes(self, nodes: Iterable[TreeNode]) -> Plan:
+        """Begin to write nodes as one batch."""
+        plan, budget, is_ahead = list[Move](), self.batch_pages, True
+        for node in nodes:
             if not node.namespace.live or self._is_covered(node):
                 continue
             found = self._missing(node)

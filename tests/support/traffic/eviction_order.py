@@ -85,7 +85,8 @@ def evictions(seed: int, policy: str, kind: str, num_requests: int, writes: bool
             device.end_session("s")
         # An eviction has no choice among locked nodes, so each copy ends before the next request.
         if writes:
-            copying = moves.plan_demotion(NUM_PAGES * PAGE).moves + moves.plan_states(NUM_PAGES).moves
+            copying = moves.plan_demotion(NUM_PAGES * PAGE).moves
+            copying += moves.plan_states(NUM_PAGES).moves + moves.plan_windows(NUM_PAGES * PAGE).moves
             rng_of_copies = Random(number)
             rng_of_copies.shuffle(copying)
             for move in copying:

@@ -292,8 +292,8 @@ class TiersTraffic:
         self.moves.batch_pages = self.rng.choice((1, 3, 8))
         reserve = self.rng.choice((12, self.shape.device_pages, self.shape.device_pages)) * self.page
         plan = self.moves.plan_demotion(reserve).moves
-        if self.shape.states:
-            plan += self.moves.plan_states(self.rng.randrange(self.shape.states)).moves
+        plan += self.moves.plan_states(self.rng.randrange(self.shape.states + 1)).moves
+        plan += self.moves.plan_windows(reserve).moves
         for move in plan:
             self.done["write"] += 1
             self.copied[move] = 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.caches.small_kv_cache import NO_IDS, key, publish
+from support.traffic import eviction_order
 
 from raydix.cache_core import (
     ExpiredLeaseError,
@@ -294,6 +295,24 @@ def test_states_are_written_before_they_run_short(pair: Pair) -> None:
 
     device.evict_states(2)
     assert [moves.lower.longest_prefix(key(*prompt)) for prompt in prompts] == [2, 4, 0, 0]
+    assert moves.counts.dropped == 0
+
+
+def test_windows_are_written_before_they_run_short() -> None:
+    device, host = eviction_order.make(24, "lru", "window"), eviction_order.make(100, "lru", "window")
+    moves = Moves(Tier("device", "GPU", device), Tier("host", "CPU", host))
+    moves.batch_pages = 100
+    for number in range(3):
+        publish(device, *[number] * 6)  # 18 of 24 window slots
+    device.watch_victims(moves.count_dropped)
+
+    assert moves.plan_windows(6) == ([], True)
+    (move,) = moves.plan_windows(8).moves
+    assert (move.live_from, move.stop, len(move.source_windows)) == (0, 6, 3)
+    moves.finish(move, 3)
+    device.evict_window(2)
+
+    assert [moves.lower.longest_prefix(key(*[number] * 6)) for number in range(3)] == [6, 0, 0]
     assert moves.counts.dropped == 0
 
 
