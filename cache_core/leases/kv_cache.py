@@ -325,7 +325,7 @@ class KVCache(LeasedCache):
         match = self.tree.match_pages(key, limit)
         self.pools.verify(match.starts, match.last_node)
         lease = self._add_quiet(key, match.last_node, match.starts, len(match.starts), match.prefix_len)
-        self._count_request(lease, 1)
+        self.count_request(lease, 1)
         return lease
 
     def open_target(self, key: RadixKey, limit: int, with_state: bool = False) -> LeaseRecord:
@@ -445,7 +445,7 @@ class KVCache(LeasedCache):
         Its request was not counted, unless the session has ended the lease.
         """
         if lease.filling_for:
-            self._count_request(lease, -1)
+            self.count_request(lease, -1)
             for observer in self.observers:
                 observer.ended(lease)
         self.end_quietly(lease)

@@ -152,7 +152,7 @@ class LeasedCache(ABC):
         for observer in self.observers:
             observer.granted(lease, max_prefix_len)
 
-    def _count_request(self, lease: LeaseRecord, times: int) -> None:
+    def count_request(self, lease: LeaseRecord, times: int) -> None:
         """Count a request as `_add_lease` does, without observers; -1 times: it begins again, so it did not count."""
         counters, prefix_len = self.counters, lease.prefix_len - lease.loaded_len
         if lease.resumed:

@@ -184,10 +184,11 @@ class Moves:
             if found is None:
                 continue
             stop = self._stop_within(found, budget)
-            if (move := self._begin_write(found, stop)) is not None:
-                plan.append(move)
-            else:
+            move = self._begin_write(found, stop)
+            if move is None:
                 self._covered[node.id] = ~node.own_access_time
+                continue
+            plan.append(move)
             if stop < found.node.end:
                 is_ahead = False
                 del self._covered[node.id]
@@ -224,23 +225,25 @@ class Moves:
             The pages of the move.
         """
         found: _Missing | None = None
-        is_first, num_pages, leaf = True, 0, node
+        is_first, num_pages, asked = True, 0, node
         while node.data and node.slots is not None and node.namespace.live:
             if node.lock_ref:
-                if is_first and self._reading:  # A write in flight may be the one that locks it.
+                # A write in flight may be the one that locks it.
+                if is_first and any(not move.is_load for move in self._in_flight):
                     self._put_off.append(node)
                 break
             if not self._is_covered(node):
                 if is_first or self._has_end(node):
-                    missing = self._missing(node) if found is None else found
-                    if missing is not None and (found is not None or self._is_being_read(missing)):
+                    if found is not None:  # It needs the pages of the write that begins below it.
                         self._put_off.append(node)
                         break
-                    found = missing
+                    found, asked = self._missing(node), node
+                    if found is not None and self._is_being_read(found):
+                        self._put_off.append(node)
+                        return 0
                     if found is not None:
                         num_pages = (self._stop_within(found, budget) - found.first) // self._page_size
                         if found.first + num_pages * self._page_size < found.node.end:
-                            self._put_off.append(node)
                             break
                 self._covered[node.id] = node.own_access_time
             self._num_passed += len(node)
@@ -255,10 +258,12 @@ class Moves:
         if found is None:
             return 0
         move = self._begin_write(found, found.first + num_pages * self._page_size)
-        if move is not None:
+        if move is None:
+            self._covered[asked.id] = ~asked.own_access_time
+        else:
             plan.append(move)
-        elif leaf.id in self._covered:
-            self._covered[leaf.id] = ~leaf.own_access_time
+            if move.stop < found.node.end:
+                self._put_off.append(asked)
         return max(1, num_pages)  # A move of a state alone has no pages.
 
     def _is_covered(self, node: TreeNode) -> bool:

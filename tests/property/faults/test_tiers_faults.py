@@ -114,7 +114,7 @@ def a_request_that_begins_again_counts_twice(patch: Patch) -> None:
         if times > 0:
             original(self, lease, times)
 
-    around(patch, LeasedCache, "_count_request", count)
+    around(patch, LeasedCache, "count_request", count)
 
 
 # ---------------------------------------------------------------- two moves
@@ -187,7 +187,7 @@ def a_demotion_stamps_the_window_at_its_end(patch: Patch) -> None:
 def a_demotion_counts_as_a_request(patch: Patch) -> None:
     def lock_node(original: Any, self: KVCache, node: Any, path: Any) -> Any:
         lease = original(self, node, path)
-        self._count_request(lease, 1)
+        self.count_request(lease, 1)
         return lease
 
     around(patch, KVCache, "lock_node", lock_node)

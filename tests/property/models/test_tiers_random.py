@@ -27,7 +27,7 @@ def name_of(shape: Shape) -> str:
 def test_moves_agree_with_their_model(shape: Shape) -> None:
     done = sum((TiersTraffic(seed, shape).run(370) for seed in range(3)), Counter[str]())
 
-    assert done["load"] > 5 and done["write"] > 20, "little has moved"
+    assert done["load"] > 3 and done["write"] > 20, "little has moved"
     assert done["whole"] and done["none"] and done["given up"] + done["retired"], "no move has failed"
 
 

@@ -46,6 +46,7 @@ DONE = (
     "cache_core/pool",
     "cache_core/radix",
     "cache_core/rows",
+    "cache_core/tiers",
     "cache_core/tree",
     "cache_core/trie",
     "examples",

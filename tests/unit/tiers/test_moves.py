@@ -222,6 +222,22 @@ def test_the_lower_tier_evicts_for_a_write_and_refuses_what_never_fits(pair: Pai
     assert moves.plan_demotion(64) == ([], True), "a refused write is not tried again"
 
 
+@pytest.mark.parametrize("batch_pages", [2, 100])
+def test_while_the_lower_tier_is_locked_nothing_is_tried_twice(pair: Pair, batch_pages: int) -> None:
+    moves = pair(host=8)
+    moves.batch_pages = batch_pages
+    publish(moves.upper.cache, *range(10))
+    moves.lower.cache.acquire("l", "s", key(*range(20, 28)))
+
+    plans = [moves.plan_demotion(32) for _ in range(4)]
+
+    assert [plan.moves for plan in plans] == [[]] * 4 and plans[-1].is_ahead
+    assert moves.counts.writes_refused == 1
+    moves.upper.cache.watch_victims(moves.count_dropped)
+    moves.upper.cache.evict(32)
+    assert moves.counts.dropped == 10
+
+
 def test_the_source_cannot_be_evicted_nor_the_target_found_until_the_end(pair: Pair) -> None:
     moves = pair()
     publish(moves.upper.cache, 1, 2, 3, 4)
