@@ -106,3 +106,27 @@ def test_a_namespace_is_retired_in_both_tiers(kind: str) -> None:
     tiers.reset()
     assert tiers.acquire("n", "s", key(1, 2, 3, 4, ns="b")).prefix_len == 0
     tiers.moves.check_invariants()
+
+
+@pytest.mark.parametrize("host_pages", [6, 20, 60])
+@pytest.mark.parametrize("kind", ["radix", "window", "mamba"])
+def test_any_size_of_the_lower_tier_keeps_the_rules_of_both(kind: str, host_pages: int) -> None:
+    rng, tiers = Random(host_pages), make_tiers(kind, "lru", host_pages)
+    host = tiers.moves.lower.cache
+    for number in range(150):
+        prompt = [token for _ in range(rng.randint(1, 7)) for token in (rng.randrange(3), 0)]
+        below = tiers.moves.lower.longest_prefix(key(*prompt))
+        try:
+            lease = tiers.acquire(f"l{number}", "s", key(*prompt))
+            assert lease.prefix_len >= below, "the host's prefix was not loaded"
+            tiers.insert(f"l{number}", "s", len(prompt), NO_IDS, publish_state=kind == "mamba")
+        except OutOfSlotsError:
+            tiers.end_session("s")
+        if rng.random() < 0.8:
+            tiers.release(f"l{number}", "s")
+        if rng.random() < 0.1:
+            rng.choice((tiers.evict_states, tiers.evict_window, host.evict))(rng.randint(1, 8))
+        if rng.random() < 0.05:
+            rng.choice((tiers.reset, host.reset))()
+        tiers.moves.check_invariants()
+    assert tiers.moves.counts.written > 0
