@@ -38,7 +38,7 @@ from raydix.cache_core.tree.packed_slots import NO_STARTS
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.tree_node import NodePath, TreeNode
 
-BATCH_BYTES = 32 * 2**20  # of one plan of writes
+BATCH_BYTES = 32 * 2**20  # the most that one plan writes
 _BATCHES_OF_POOL = 16  # A plan locks at most one of so many parts of the pool.
 _STEPS = 64  # nodes that one plan looks at: 2 ms if all are written
 _MOST_PUT_OFF = 64  # nodes to be looked at again
