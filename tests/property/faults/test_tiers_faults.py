@@ -17,8 +17,8 @@ from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tiers.moves import Moves
 
-SHAPES = [Shape(2), Shape(2, window=3), Shape(1, states=12), Shape(1, host_pages=12)]
-SEEDS = range(3)
+SHAPES = [Shape(2), Shape(2, window=3), Shape(1, states=12), Shape(1, host_pages=6)]
+SEEDS = range(12)  # the first ones find most faults
 NUM_OPERATIONS = 400
 
 FAULTS, FAULTS_OF_ORDER = Catalogue(), Catalogue()

@@ -318,8 +318,8 @@ class TiersTraffic:
         move = rng.choice(list(self.copied))
         if rng.random() < 0.2:
             self.moves.cancel(move)
-        fails = move.is_cancelled or rng.random() < 0.1
-        if not fails or rng.random() < 0.2:
+        fails = move.is_cancelled or rng.random() < 0.15
+        if not fails or rng.random() < 0.5:
             self.copy(move, move.num_pages)
         num_pages, generation = self.copied.pop(move), self.model.generation(move.key.extra_key)
         is_whole = None if num_pages == move.num_pages and not fails else False
