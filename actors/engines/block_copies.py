@@ -5,21 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raydix.cache_core.pool.record_copies import Cut, RecordCopies
 from raydix.schemas import InvalidRequest
 
 STAMP_BYTES = 16  # the last segment of a slot; a page has one identity and one digest
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MANY_RUNS = 64  # more runs are copied by index, through a temporary tensor
-_TEMPORARY_BYTES = 2**20
-_STAGING_BYTES = 64 * 2**20
-
-Runs = list[tuple[int, int, int]]  # first block, first page, number of blocks
 
 
 class BlockCopies:
@@ -73,30 +68,17 @@ class BlockCopies:
         sizes = [page_size * num_bytes for num_bytes in self.slot_bytes]
         assert records.shape[1] == sum(sizes), "a cache that does not fit is refused"
         assert self._block_size % page_size == 0, (self._block_size, page_size)
-        staging = None
-        if records.device != self._blocks[0].device:
-            num_staged = max(1, _STAGING_BYTES // records.shape[1])
-            staging = self._blocks[0].new_empty((num_staged, records.shape[1]))
-        layers, pool, staged, at = [], [], [], 0
+        tensors: list[tuple[torch.Tensor, Cut]] = []
+        at = 0
         for blocks, num_bytes in zip(self._blocks, sizes, strict=False):
-            words = _INTEGERS[_word_bytes(blocks, at, records)]
-            layer = _by_page(blocks.view(words), page_size)
-            segment = slice(at, at + num_bytes)
-            layers.append(layer)
-            pool.append(records[:, segment].view(words).view(-1, *layer.shape[2:]))
-            if staging is not None:
-                staged.append(staging[:, segment].view(words).view(-1, *layer.shape[2:]))
+            layer = _by_page(blocks, page_size)
+            tensors.append((layer, partial(_segment, slice(at, at + num_bytes), layer.shape[2:])))
             at += num_bytes
         return PoolTarget(
-            layers=tuple(layers),
-            pool=tuple(pool),
-            records=records,
+            copies=RecordCopies.between(tensors, records, self._stream),
             page_size=page_size,
             pages_per_block=self._block_size // page_size,
             stamps=records[:, at:] if self.check else None,
-            staging=staging,
-            staged=tuple(staged),
-            stream=self._stream,
             epoch=epoch,
         )
 
@@ -108,31 +90,18 @@ class PoolTarget:
     The pages of a copy are those of one life of a cache. So a copy keeps the target that it was prepared with: if the
     cache restarts before it runs, it writes into the pool of the old life, which no cache uses any more.
 
-    Each call copies with few large operations, which do not hold the interpreter. Where the pool lies on another device
-    than the KV caches, records are gathered on the engine's device, and each run of records is one transfer.
-
     Attributes:
-        layers: of the engine, `[num_blocks, pages_per_block, *segment]` each.
-        pool: the segment of each layer in all records, `[num_pages, *segment]`.
-        records: the pool's records, `[num_pages, bytes]`.
+        copies: between the engine's layers, `[num_blocks, pages_per_block, *segment]` each, and the pool's records.
         page_size: tokens of a page.
         pages_per_block: pages in which a block is cached.
         stamps: bytes of each page's stamp, `[num_pages, bytes]`; None: pages are not stamped.
-        staging: some records on the engine's device, `[number, bytes]`; None: the pool is on the same device.
-        staged: the segment of each layer in them, `[number, *segment]`.
-        stream: of the copies, where the KV caches lie on a GPU.
         epoch: the life of the cache that the pool belongs to.
     """
 
-    layers: tuple[torch.Tensor, ...]
-    pool: tuple[torch.Tensor, ...]
-    records: torch.Tensor
+    copies: RecordCopies
     page_size: int
     pages_per_block: int
     stamps: torch.Tensor | None
-    staging: torch.Tensor | None
-    staged: tuple[torch.Tensor, ...]
-    stream: torch.cuda.Stream | None
     epoch: str
 
     def save(
@@ -150,11 +119,11 @@ class PoolTarget:
             stamps: 16 bytes for each page.
             after: an event behind the work that the GPU must have done before.
         """
-        self._copy(block_ids, pages, to_pool=True, after=after)
+        self.copies.save(block_ids, pages, after)
         if self.stamps is not None and stamps is not None:
             for at, page in enumerate(pages.tolist()):
                 if page >= 0:
-                    stamp = stamps[at] + _digest(self.pool, page)
+                    stamp = stamps[at] + _digest(self.copies.segments, page)
                     self.stamps[page, : len(stamp)] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
 
     def load(
@@ -175,7 +144,7 @@ class PoolTarget:
         Raises:
             WrongPage: a page has the KV of other tokens, or other bytes than were saved.
         """
-        self._copy(block_ids, pages, to_pool=False, after=after)
+        self.copies.load(block_ids, pages, after)
         if self.stamps is None or stamps is None:
             return
         for at, page in enumerate(pages.tolist()):
@@ -185,76 +154,14 @@ class PoolTarget:
             found = bytes(self.stamps[page, : 2 * STAMP_BYTES].cpu().numpy())
             if found[:STAMP_BYTES] != stamps[at]:
                 raise WrongPage(f"page {page} has the KV of other tokens")
-            loaded = [layer[int(block_ids[block])] for layer in self.layers]
+            loaded = [layer[int(block_ids[block])] for layer in self.copies.rows]
             if found[STAMP_BYTES:] != _digest(loaded, part):
                 raise WrongPage(f"page {page} has other bytes than were saved")
 
-    def _copy(
-        self, block_ids: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool, after: torch.cuda.Event | None
-    ) -> None:
-        if self.stream is None:
-            self._copy_pages(block_ids, pages, to_pool=to_pool)
-            return
-        with torch.cuda.stream(self.stream):
-            if after is not None:
-                self.stream.wait_event(after)
-            self._copy_pages(block_ids, pages, to_pool=to_pool)
-        self.stream.synchronize()
 
-    def _copy_pages(self, block_ids: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool) -> None:
-        step = self.pages_per_block
-        if self.staging is not None:
-            kept = np.flatnonzero(pages >= 0)
-            kept = kept[np.argsort(pages[kept], kind="stable")]  # records that follow one another are one transfer
-            for start in range(0, len(kept), len(self.staging)):
-                of_chunk = kept[start : start + len(self.staging)]
-                blocks, parts = block_ids[of_chunk // step], of_chunk % step
-                self._copy_staged(self.staging, blocks, parts, pages[of_chunk], to_pool=to_pool)
-            return
-        for part in range(step):
-            of_part = pages[part::step]
-            is_kept = of_part >= 0
-            blocks, of_part = block_ids[is_kept], of_part[is_kept]
-            if not len(blocks):
-                continue
-            runs = find_runs(blocks, of_part, step)
-            for layer, pool in zip(self.layers, self.pool, strict=True):
-                if len(runs) > _MANY_RUNS:
-                    _copy_by_index(layer[:, part], pool, blocks, of_part, to_pool=to_pool)
-                    continue
-                for block, page, length in runs:
-                    in_engine = layer[block : block + length, part]
-                    in_pool = pool[page : page + (length - 1) * step + 1 : step]
-                    target, source = (in_pool, in_engine) if to_pool else (in_engine, in_pool)
-                    if target.device.type == "cpu":
-                        # torch would share the copy among threads that an engine keeps busy.
-                        np.copyto(target.numpy(), source.numpy())
-                    else:
-                        target.copy_(source)
-
-    def _copy_staged(
-        self,
-        staging: torch.Tensor,
-        blocks: NDArray[np.int64],
-        parts: NDArray[np.int64],
-        pages: NDArray[np.int64],
-        *,
-        to_pool: bool,
-    ) -> None:
-        """Copy pages in ascending order, as many as are staged at most, between the engine and the pool."""
-        places = torch.from_numpy(blocks).to(staging.device), torch.from_numpy(parts).to(staging.device)
-        number = len(pages)
-        runs = find_runs(np.arange(number), pages, 1)
-        if to_pool:
-            for layer, staged in zip(self.layers, self.staged, strict=True):
-                staged[:number].copy_(layer[places])
-            for first, page, length in runs:
-                self.records[page : page + length].copy_(staging[first : first + length], non_blocking=True)
-            return
-        for first, page, length in runs:
-            staging[first : first + length].copy_(self.records[page : page + length], non_blocking=True)
-        for layer, staged in zip(self.layers, self.staged, strict=True):
-            layer[places] = staged[:number]
+def _segment(place: slice, shape: Sequence[int], records: torch.Tensor) -> torch.Tensor:
+    """Return the same segment of each record, `[number, *shape]`."""
+    return records[:, place].view(-1, *shape)
 
 
 def _digest(layers: Sequence[torch.Tensor], page: int) -> bytes:
@@ -274,12 +181,6 @@ def _by_page(layer: torch.Tensor, page_size: int) -> torch.Tensor:
     return by_page.permute(0, 2, *in_memory)
 
 
-def _word_bytes(layer: torch.Tensor, start: int, records: torch.Tensor) -> int:
-    """Return the size of the widest integers as which both a layer and its segment of the records can be copied."""
-    places = (start, records.shape[1], layer.storage_offset(), layer.shape[3], *layer.stride()[:3], max(_INTEGERS))
-    return gcd(*places)
-
-
 def _with_heads(layer: torch.Tensor, block_size: int) -> torch.Tensor:
     """Return a layer's blocks as bytes, `[num_blocks, num_kv_heads, block_size, bytes]`."""
     if layer.ndim == 3:
@@ -294,31 +195,6 @@ def _with_heads(layer: torch.Tensor, block_size: int) -> torch.Tensor:
 
 class WrongPage(Exception):
     """A loaded page has other contents than its stamp says."""
-
-
-def find_runs(blocks: NDArray[np.int64], pages: NDArray[np.int64], step: int) -> Runs:
-    """Return the runs in which block ids grow by 1 and pages by `step`."""
-    breaks = np.flatnonzero((np.diff(blocks) != 1) | (np.diff(pages) != step)) + 1
-    starts = [0, *breaks.tolist()]
-    return [
-        (int(blocks[start]), int(pages[start]), end - start)
-        for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True)
-    ]
-
-
-def _copy_by_index(
-    layer: torch.Tensor, pool: torch.Tensor, blocks: NDArray[np.int64], pages: NDArray[np.int64], *, to_pool: bool
-) -> None:
-    """Copy blocks to pages or back, on one device, through a temporary tensor of bounded size."""
-    source, found, target, wanted = (layer, blocks, pool, pages) if to_pool else (pool, pages, layer, blocks)
-    step = max(1, _TEMPORARY_BYTES // (layer[0].numel() * layer.itemsize))
-    for start in range(0, len(blocks), step):
-        at, to = found[start : start + step], wanted[start : start + step]
-        if layer.device.type == "cpu":  # numpy copies rows by index at up to twice the speed of torch
-            target.numpy()[to] = source.numpy()[at]
-        else:
-            rows = source.index_select(0, torch.from_numpy(at).to(layer.device))
-            target.index_copy_(0, torch.from_numpy(to).to(layer.device), rows)
 
 
 def make_stamps(tokens: NDArray[np.int64], namespace: str, page_size: int, start: int, end: int) -> list[bytes]:

@@ -47,7 +47,7 @@ def put_rows(target: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, pa
     if first is not None:
         target[first : first + len(slots)].copy_(source)
         return
-    target, source = _widened(target, source)
+    target, source = widened(target, source)
     whole, pages = _pages_of(slots, target, page_size)
     if pages is not None and source.is_contiguous():
         _paged(target, page_size).index_copy_(0, pages, _paged(source[:whole], page_size))
@@ -70,7 +70,7 @@ def take_rows(source: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, page
     if first is not None:
         out.copy_(source[first : first + len(slots)])
         return
-    source, out = _widened(source, out)
+    source, out = widened(source, out)
     whole, pages = _pages_of(slots, source, page_size)
     if pages is not None:
         torch.index_select(_paged(source, page_size), 0, pages, out=_paged(out[:whole], page_size))
@@ -114,9 +114,9 @@ def _paged(rows: torch.Tensor, page_size: int) -> torch.Tensor:
     return rows[: num_pages * page_size].view(num_pages, -1)
 
 
-def _widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def widened(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return views of the tensors in the widest elements that fit all of them."""
-    return [each.view(_width_of(tensors)) for each in tensors]
+    return [tensor.view(_width_of(tensors)) for tensor in tensors]
 
 
 def _width_of(tensors: tuple[torch.Tensor, ...]) -> torch.dtype:

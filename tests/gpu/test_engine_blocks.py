@@ -36,7 +36,7 @@ def test_blocks_are_copied_to_a_pool_on_the_card_and_back(make: Make) -> None:
         layers = make(torch.bfloat16)
     copies = BlockCopies(layers, BLOCK)
     target = copies.attach(make_pool(copies, BLOCK // 2).cuda(), BLOCK // 2)
-    assert target.staging is None
+    assert target.copies.staging is None
     before = [layer.clone() for layer in layers]
     for blocks in (np.arange(NUM_BLOCKS), np.random.default_rng(0).permutation(NUM_BLOCKS)):
         pages = np.arange(2 * NUM_BLOCKS)[::-1].copy()
@@ -82,7 +82,7 @@ def test_a_save_waits_for_the_forward_pass_before_it() -> None:
         event = torch.cuda.Event()
         event.record()
         target.save(blocks, blocks, after=event if waits else None)
-        return {value for each in target.pool for value in each[:NUM_BLOCKS].view(torch.float32).unique().tolist()}
+        return {value for each in target.copies.segments for value in each[:NUM_BLOCKS].view(torch.float32).unique().tolist()}
 
     assert saved(waits=True) == {7.0}
     assert saved(waits=False) == {0.0}, "the test would not have seen a save that does not wait"
@@ -93,7 +93,7 @@ def test_a_load_waits_for_the_forward_pass_before_it_and_one_behind_it_sees_the_
     copies = BlockCopies(layers, BLOCK)
     pool = make_pool(copies, BLOCK)
     target = copies.attach(pool, BLOCK)
-    for each in target.pool:
+    for each in target.copies.segments:
         each.view(torch.float32).fill_(5)
     blocks = np.arange(NUM_BLOCKS)
 

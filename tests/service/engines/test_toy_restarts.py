@@ -60,7 +60,7 @@ class Latch:
         held = engine.kv[0][0].data_ptr()
 
         def hold_back(target: PoolTarget, *args: Any) -> None:
-            if target.layers[0].data_ptr() == held:
+            if target.copies.rows[0].data_ptr() == held:
                 self.entered.set()
                 assert self.open.wait(300)
                 target = self.target_of(target)

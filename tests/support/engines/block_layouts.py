@@ -13,8 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.engines import block_copies
 from raydix.actors.engines.block_copies import BlockCopies
+from raydix.cache_core.pool import record_copies
 
 BLOCK = 8
 NUM_BLOCKS = 40
@@ -143,10 +143,10 @@ def check_random_copies(
     pool = make_pool(copies, page_size)
     target = copies.attach(pool, page_size)
     naive = Naive(layers, pool, page_size)
-    assert layers[0].device == pool.device or target.staging is not None
+    assert layers[0].device == pool.device or target.copies.staging is not None
     for number in range(8):
         blocks, pages = draw(rng, BLOCK // page_size, rng.choice(["runs", "fragments"]))
-        patch.setattr(block_copies, "_MANY_RUNS", rng.choice([1, 4, 64]))
+        patch.setattr(record_copies, "_MANY_RUNS", rng.choice([1, 4, 64]))
         if number % 2:
             target.load(pages, blocks)
             naive.load(pages, blocks)

@@ -26,8 +26,9 @@ from support.engines.block_layouts import (
 )
 from support.engines.other_device import OnCard, WithCard
 
-from raydix.actors.engines import block_copies
-from raydix.actors.engines.block_copies import STAMP_BYTES, BlockCopies, PoolTarget, WrongPage, find_runs, make_stamps
+from raydix.actors.engines.block_copies import STAMP_BYTES, BlockCopies, PoolTarget, WrongPage, make_stamps
+from raydix.cache_core.pool import record_copies
+from raydix.cache_core.pool.record_copies import find_runs
 from raydix.schemas import InvalidRequest
 
 
@@ -45,7 +46,7 @@ def test_random_copies_are_those_of_the_reference(
 def test_no_operation_mixes_the_tensors_of_a_card_and_of_host_memory(
     monkeypatch: pytest.MonkeyPatch, make: Make, page_size: int
 ) -> None:
-    monkeypatch.setattr(block_copies, "_STAGING_BYTES", 1000)  # some records
+    monkeypatch.setattr(record_copies, "_STAGING_BYTES", 1000)  # some records
 
     def on_card(dtype: torch.dtype) -> list[torch.Tensor]:
         return [layer.as_subclass(OnCard) for layer in make(dtype)]
@@ -63,10 +64,10 @@ def check_copies_on_one_device(patch: pytest.MonkeyPatch, layers: list[torch.Ten
     """Save and load blocks, by index and by runs, where the pool lies on the card, too."""
     copies = BlockCopies(layers, BLOCK)
     target = copies.attach(make_pool(copies, page_size).as_subclass(OnCard), page_size)
-    assert target.staging is None
+    assert target.copies.staging is None
     pages = np.arange(3 * target.pages_per_block)
     for most in (0, 64):
-        patch.setattr(block_copies, "_MANY_RUNS", most)
+        patch.setattr(record_copies, "_MANY_RUNS", most)
         target.save(np.asarray([1, 3, 2]), pages)
         target.load(pages, np.asarray([9, 8, 7]))
         assert [as_bytes(layer[9].cpu()) for layer in layers] == [as_bytes(layer[1].cpu()) for layer in layers]
@@ -76,7 +77,7 @@ def check_stamped_copies(layers: list[torch.Tensor], page_size: int) -> None:
     """Save and load blocks with stamps, where a load of a page with another stamp fails."""
     copies = BlockCopies(layers, BLOCK, check=True)
     target = copies.attach(make_pool(copies, page_size), page_size)
-    assert target.staging is not None
+    assert target.copies.staging is not None
     stamps = make_stamps(np.arange(2 * BLOCK), "", page_size, 0, 2 * BLOCK)
     pages = np.arange(len(stamps))
     target.save(np.asarray([1, 2]), pages, stamps)
@@ -221,7 +222,7 @@ def test_a_run_that_takes_one_page_for_another_is_seen(monkeypatch: pytest.Monke
     pool = make_pool(copies, BLOCK)
     target = copies.attach(pool, BLOCK)
     naive = Naive(layers, pool, BLOCK)
-    monkeypatch.setattr(block_copies, "find_runs", lambda blocks, pages, _: [(blocks[0], pages[0], len(blocks))])
+    monkeypatch.setattr(record_copies, "find_runs", lambda blocks, pages, _: [(blocks[0], pages[0], len(blocks))])
 
     target.save(np.asarray([1, 3]), np.asarray([0, 1]))
     naive.save(np.asarray([1, 3]), np.asarray([0, 1]))
