@@ -9,7 +9,7 @@ The folders, from the ground up; each imports only the folders above it:
     components   what a node holds: KV of all tokens, KV of a window, a recurrent state
     radix        the prefix cache over a tree and its components: match, insert, lock, evict, explain, publish events
     leases       leases over a prefix cache and its pools: `KVCache`
-    tiers        a pool below another one, and the moves of pages between them: `Moves`
+    tiers        a pool below another one: moves of pages between them (`Moves`), pages as records, copies
     rows         caches in which each sequence occupies one row of a tensor (kind "slots")
     trie         the nodes of `RadixTrie`, which takes any hashable tokens (kind "trie")
     ghost        the miss-ratio curve, estimated from a sample of prefixes

@@ -89,6 +89,7 @@ FOLDERS = {
         "metrics",
         "observe",
         "transport",
+        "tiers",
         "sessions",
         "service",
         "cluster",
@@ -152,7 +153,7 @@ def test_the_actors_lie_in_few_folders_all_of_them_in_the_order() -> None:
     rooms = {room_of(path, "actors") for path in source_files("actors")}
 
     assert rooms - set(FOLDERS["actors"]) == {"__init__", "loop_timer"}
-    assert len(FOLDERS["actors"]) == 16
+    assert len(FOLDERS["actors"]) == 17
 
 
 @pytest.mark.parametrize("package", sorted(FOLDERS))

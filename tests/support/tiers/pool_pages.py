@@ -1,0 +1,120 @@
+"""Pools of all kinds of layers with random bytes, and the records of their pages, made without the code under test."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
+from raydix.cache_core.tiers.page_records import KINDS, CopyPlan, Kind, PageRecords, Pairs
+
+PAGE = 4
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
+Pool = KVPool | RecordPool
+Layout = PoolLayout | RecordLayout
+Contents = dict[Kind, list[bytes]]  # the bytes of each record
+
+
+def layers(num_layers: int = 3, heads: int = 2, k: int = 4, v: int = 4, **more: object) -> PoolLayout:
+    return PoolLayout(48, PAGE, num_layers, heads, k, v, torch.uint8, **more)  # type: ignore[arg-type]
+
+
+_STATES = {"num_state_slots": 5, "state_shapes": ((3, 2), (7,))}
+_MIXED = ("swa", "full", "state", "full", "swa", "state")
+LAYOUTS: dict[str, Layout] = {
+    "attention": layers(),
+    "latent": layers(2, 1, 9, 0),
+    "narrow V": layers(3, 2, 6, 5),
+    "shapes": layers(3, 0, 0, 0, kv_shapes=((2, 4, 4), (1, 8, 3), (2, 4, 4))),
+    "index keys": layers(4, index_dims=(5, 0, 5, 3)),
+    "windows": layers(4, layer_kinds=("full", "swa", "swa", "full"), num_swa_slots=24),
+    "states": layers(3, layer_kinds=("state", "full", "state"), **_STATES),
+    "mixed": layers(6, layer_kinds=_MIXED, num_swa_slots=20, index_dims=(0, 3, 0, 0, 2, 0), **_STATES),
+    "no layers": layers(0),
+    "opaque": RecordLayout(48, PAGE, 13),
+    "opaque, mixed": RecordLayout(48, PAGE, 24, 20, 7, 5, 33),
+}
+
+
+def random_pool(layout: Layout, dtype: torch.dtype = torch.uint8, storage: torch.Tensor | None = None) -> Pool:
+    """A pool whose bytes are random."""
+    if isinstance(layout, RecordLayout):
+        pool: Pool = RecordPool(layout, storage=storage)
+    else:
+        pool = KVPool(replace(layout, dtype=dtype), storage=storage)
+    pool.storage.copy_(torch.randint(0, 256, pool.storage.shape, dtype=torch.uint8))
+    return pool
+
+
+def pool_below(pool: Pool) -> RecordPool:
+    """A pool with random bytes that can take the records of another one; it has other numbers of slots."""
+    below = random_pool(PageRecords(pool).layout(32 + PAGE, 16, 7))
+    assert isinstance(below, RecordPool)
+    return below
+
+
+def contents(pool: Pool) -> Contents:
+    """The bytes of all records of a pool, page by page and layer by layer."""
+    return {kind: [b"".join(parts) for parts in zip(*_segments(pool, kind), strict=True)] for kind in KINDS}
+
+
+def _segments(pool: Pool, kind: Kind) -> list[list[bytes]]:
+    """For each segment of a kind, its bytes in each record."""
+    if isinstance(pool, RecordPool):
+        records = {"full": pool.pages, "swa": pool.windows, "state": pool.states}[kind]
+        return [[as_bytes(record) for record in records]] if records.numel() else []
+    if kind == "state":
+        return [[as_bytes(row) for row in pool.state_rows()]] if pool.state_rows().numel() else []
+    of_kind = [layer for layer in range(pool.layout.num_layers) if pool.layout.kind(layer) == kind]
+    arrays = [array for layer in of_kind for array in (pool.k[layer], pool.v[layer], pool.index[layer])]
+    return [[as_bytes(page) for page in array.split(PAGE)] for array in arrays if array.numel()]
+
+
+def as_bytes(values: torch.Tensor) -> bytes:
+    return values.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def random_plan(rng: random.Random, pool: Pool, below: RecordPool, num_pages: int | None = None) -> CopyPlan:
+    """Different pages, window halves and states of both pools, in runs or scattered."""
+    upper, lower = contents(pool), contents(below)
+    most = {kind: min(len(upper[kind]), len(lower[kind])) - 1 for kind in KINDS}
+    number = most["full"] if pool.storage.numel() else 8
+    number = rng.randint(0, number) if num_pages is None else num_pages
+
+    def pairs(kind: Kind, count: int, slots: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        found, below = (draw(rng, len(records[kind]), count) * slots for records in (upper, lower))
+        return found, below
+
+    full = pairs("full", number, PAGE) if most["full"] > 0 else (np.arange(number) * PAGE,) * 2
+    num_windows = rng.randint(0, min(number, max(0, most["swa"])))
+    windows = Pairs(*pairs("swa", num_windows, PAGE), np.arange(number - num_windows, number))
+    num_states = rng.randint(0, max(0, most["state"]))
+    of_pages = np.sort(np.asarray([rng.randint(0, number) for _ in range(num_states)], np.int64))
+    return CopyPlan(*full, windows, Pairs(*pairs("state", num_states, 1), of_pages))
+
+
+def draw(rng: random.Random, number: int, count: int) -> NDArray[np.int64]:
+    """Different records, in one run or scattered."""
+    if not count:
+        return np.empty(0, np.int64)
+    if rng.random() < 0.5:
+        first = rng.randint(1, number - count)
+        return np.arange(first, first + count)
+    return np.asarray(rng.sample(range(1, number), count), np.int64)
+
+
+def copied(plan: CopyPlan, source: Contents, target: Contents, *, down: bool, stop: int | None = None) -> Contents:
+    """The contents of the target after the first pages of a plan were copied; None: after all."""
+    result = {kind: list(records) for kind, records in target.items()}
+    stop = len(plan) if stop is None else stop
+    parts = (("full", plan.upper, plan.lower, np.arange(len(plan)), PAGE), ("swa", *plan.windows, PAGE))
+    for kind, upper, lower, pages, slots in (*parts, ("state", *plan.states, 1)):
+        for above, below, page in zip(upper.tolist(), lower.tolist(), pages.tolist(), strict=True):
+            if result[kind] and (page < stop or stop == len(plan)):
+                at, to = (above, below) if down else (below, above)
+                result[kind][to // slots] = source[kind][at // slots]
+    return result
