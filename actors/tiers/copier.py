@@ -1,0 +1,326 @@
+"""`Copier`: the thread that copies pages between a cache's pool and the tier below it, loads before writes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from time import monotonic, perf_counter
+from typing import Literal, NamedTuple
+
+from raydix.cache_core.tiers.page_records import CHUNK_BYTES, Chunk, CopyPlan, PageCopies
+
+logger = logging.getLogger(__name__)
+
+End = Literal["whole", "cancelled", "late", "failed", "closed"]
+_KEPT = 0.9  # share of the sums of recent copies that is kept with each chunk
+
+
+class Copied(NamedTuple):
+    """The end of a copy."""
+
+    num_pages: int  # leading pages of the plan that were copied, with their window halves and states
+    end: End
+    error: str = ""  # of a copy that failed
+
+
+class Copy:
+    """One copy of a `Copier`.
+
+    Attributes:
+        plan: its pages.
+        is_load: whether it copies up, to the pool.
+        result: None until it has ended.
+    """
+
+    def __init__(
+        self,
+        plan: CopyPlan,
+        copies: PageCopies,
+        done: Callable[[Copied], object],
+        *,
+        is_load: bool,
+        deadline: float | None = None,
+    ) -> None:
+        self.plan = plan
+        self.is_load = is_load
+        self.result: Copied | None = None
+        self.copies = copies
+        self.done = done
+        self.deadline = deadline
+        self.chunks: list[Chunk] = []
+        self.num_chunks = 0  # copied ones
+        self.is_cancelled = False
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """The leading pages that were copied so far."""
+        return self.chunks[self.num_chunks - 1].stop if self.num_chunks else 0
+
+    @property
+    def bytes_left(self) -> int:
+        """The bytes that are still to be copied."""
+        return sum(chunk.num_bytes for chunk in self.chunks[self.num_chunks :])
+
+    def copy_chunk(self) -> None:
+        """Copy the next chunk."""
+        chunk = self.chunks[self.num_chunks]
+        copy = self.copies.load if self.is_load else self.copies.write
+        copy(self.plan, chunk.start, chunk.stop)
+
+
+@dataclass(slots=True)
+class CopyCounts:
+    """Counts of loads, or of writes, since the copier began.
+
+    Attributes:
+        num_bytes: copied bytes.
+        seconds: the time that they took.
+        longest_s: the time of the longest chunk.
+        ends: how many copies ended in each way.
+        recent_bytes, recent_s: of the last chunks, where earlier ones count less.
+    """
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    longest_s: float = 0.0
+    ends: Counter[End] = field(default_factory=Counter)
+    recent_bytes: float = 0.0
+    recent_s: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The measured rate of recent copies; None before the first."""
+        return self.recent_bytes / self.recent_s if self.recent_s else None
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """Count a chunk."""
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+        self.longest_s = max(self.longest_s, seconds)
+        self.recent_bytes = _KEPT * self.recent_bytes + num_bytes
+        self.recent_s = _KEPT * self.recent_s + seconds
+
+
+class WriteCap:
+    """A token bucket for the bytes of writes, with room for one chunk; None: without a limit."""
+
+    def __init__(self, mib_s: float | None) -> None:
+        self._seconds_per_byte = 0.0 if mib_s is None else 1 / (mib_s * 2**20)
+        self._next_at = float("-inf")
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until a chunk may be written; 0 or less: now."""
+        return self._next_at - now
+
+    def charge(self, num_bytes: int, now: float) -> None:
+        """Count a chunk that begins now."""
+        self._next_at = max(self._next_at, now) + num_bytes * self._seconds_per_byte
+
+
+class Copier:
+    """Copies pages in a thread of its own, and calls back on the event loop when a copy has ended.
+
+    Loads go before writes, each in the order in which they came; a load waits for one chunk of a write at most. Between
+    two chunks, the thread looks at cancellations, deadlines and the cap of writes. A copy confirms whole pages from the
+    front: those of all chunks that were copied. It has one thread, as a copy is bound by the memory.
+
+    If the pools are index-only, a copy is confirmed before `load` or `write` returns, and there is no thread.
+
+    Args:
+        copies: between the pool and the tier below.
+        write_mib_s: MiB of writes a second; None: without a limit. Loads have none.
+        chunk_bytes: copied by one call.
+        clock: seconds, for deadlines and the cap.
+    """
+
+    def __init__(
+        self,
+        copies: PageCopies,
+        *,
+        write_mib_s: float | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._copies = copies
+        self._chunk_bytes = chunk_bytes
+        self._queues = _Queues(WriteCap(write_mib_s), clock)
+        self._thread: threading.Thread | None = None
+        if not copies.is_empty:
+            # The thread knows the queues alone, so that a copier that is dropped without being closed ends.
+            self._thread = threading.Thread(target=_run, args=(self._queues,), name="raydix-copier", daemon=True)
+            self._thread.start()
+        weakref.finalize(self, self._queues.close)
+
+    def load(self, plan: CopyPlan, done: Callable[[Copied], object], timeout_s: float | None = None) -> Copy:
+        """Copy pages of the tier below to the pool. Call it on the event loop.
+
+        Args:
+            plan: the pages. Both ends must be locked, or private to the caller, until the copy has ended.
+            done: called on the event loop when the copy has ended.
+            timeout_s: the copy ends between two chunks if it takes longer; None: without a limit.
+        """
+        deadline = None if timeout_s is None else self._queues.clock() + timeout_s
+        return self._start(Copy(plan, self._copies, done, is_load=True, deadline=deadline))
+
+    def write(self, plan: CopyPlan, done: Callable[[Copied], object]) -> Copy:
+        """Copy pages of the pool to the tier below. Call it on the event loop. The arguments are those of `load`."""
+        return self._start(Copy(plan, self._copies, done, is_load=False))
+
+    def _start(self, copy: Copy) -> Copy:
+        if self._thread is None:
+            self._queues.end_instantly(copy)
+            copy.done(Copied(len(copy.plan), "whole"))
+            return copy
+        copy.loop = asyncio.get_running_loop()
+        copy.chunks = self._copies.chunks(copy.plan, self._chunk_bytes)
+        self._queues.add(copy)
+        return copy
+
+    def cancel(self, copy: Copy) -> None:
+        """End a copy: in this call if none of its chunks is being copied, else behind that chunk.
+
+        `done` is called in both cases. A copy that has ended stays as it is.
+        """
+        self._queues.cancel(copy)
+
+    def counts(self, *, loads: bool) -> CopyCounts:
+        """Return the counts of loads or of writes, as a copy."""
+        return self._queues.counts(loads=loads)
+
+    def queued_bytes(self, *, loads: bool) -> int:
+        """Return the bytes of loads or of writes that are still to be copied."""
+        return self._queues.queued_bytes(loads=loads)
+
+    def close(self) -> None:
+        """End all copies and the thread. It waits for at most one chunk.
+
+        The calls of `done` are scheduled on the event loop, so they run after this call. Later copies end with 0 pages.
+        """
+        self._queues.close()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _Queues:
+    """The copies of a copier. The methods may be called from any thread."""
+
+    def __init__(self, cap: WriteCap, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._cap = cap
+        self._changed = threading.Condition()
+        self._loads: deque[Copy] = deque()
+        self._writes: deque[Copy] = deque()
+        self._counts = {True: CopyCounts(), False: CopyCounts()}  # is_load -> counts
+        self._current: Copy | None = None  # one of its chunks is being copied
+        self._is_closed = False
+
+    def add(self, copy: Copy) -> None:
+        """Append a copy."""
+        with self._changed:
+            self._queue_of(copy).append(copy)
+            if self._is_closed:
+                self._end(copy, "closed")
+            self._changed.notify()
+
+    def next(self) -> Copy | None:
+        """Wait for a copy with a chunk that may be copied now, and return it; None: the copier is closed."""
+        with self._changed:
+            while not self._is_closed:
+                now = self.clock()
+                self._end_late_loads(now)
+                wait_s = self._cap.wait_s(now) if self._writes else None
+                if self._loads:
+                    self._current = self._loads[0]
+                elif wait_s is not None and wait_s <= 0:
+                    self._current = self._writes[0]
+                    self._cap.charge(self._current.chunks[self._current.num_chunks].num_bytes, now)
+                else:
+                    self._changed.wait(wait_s)
+                    continue
+                return self._current
+            return None
+
+    def _end_late_loads(self, now: float) -> None:
+        for load in [load for load in self._loads if load.deadline is not None and load.deadline <= now]:
+            self._end(load, "late")
+
+    def note(self, copy: Copy, seconds: float, error: Exception | None) -> None:
+        """Count a chunk that was copied, or failed."""
+        with self._changed:
+            self._current = None
+            if error is not None:
+                self._end(copy, "failed", f"{type(error).__name__}: {error}")
+                return
+            self._counts[copy.is_load].add(copy.chunks[copy.num_chunks].num_bytes, seconds)
+            copy.num_chunks += 1
+            if copy.num_chunks == len(copy.chunks):
+                self._end(copy, "whole")
+            elif copy.is_cancelled:
+                self._end(copy, "cancelled")
+            elif self._is_closed:
+                self._end(copy, "closed")
+
+    def cancel(self, copy: Copy) -> None:
+        """End a copy, or have it ended behind its chunk."""
+        with self._changed:
+            copy.is_cancelled = True
+            if copy is not self._current and copy.result is None:
+                self._end(copy, "cancelled")
+
+    def close(self) -> None:
+        """End all copies but the current one, and have `next` return None."""
+        with self._changed:
+            self._is_closed = True
+            for copy in (*self._loads, *self._writes):
+                if copy is not self._current:
+                    self._end(copy, "closed")
+            self._changed.notify()
+
+    def end_instantly(self, copy: Copy) -> None:
+        """Count a copy without bytes."""
+        copy.result = Copied(len(copy.plan), "whole")
+        self._counts[copy.is_load].ends["whole"] += 1
+
+    def counts(self, *, loads: bool) -> CopyCounts:
+        """Return the counts of loads or of writes, as a copy."""
+        with self._changed:
+            counts = self._counts[loads]
+            return replace(counts, ends=counts.ends.copy())
+
+    def queued_bytes(self, *, loads: bool) -> int:
+        """Return the bytes that are still to be copied."""
+        with self._changed:
+            return sum(copy.bytes_left for copy in (self._loads if loads else self._writes))
+
+    def _queue_of(self, copy: Copy) -> deque[Copy]:
+        return self._loads if copy.is_load else self._writes
+
+    def _end(self, copy: Copy, end: End, error: str = "") -> None:
+        """Remove a copy, and report its end to the event loop."""
+        assert copy.loop is not None and copy.result is None
+        self._queue_of(copy).remove(copy)
+        self._counts[copy.is_load].ends[end] += 1
+        copy.result = Copied(copy.num_pages, end, error)
+        try:
+            copy.loop.call_soon_threadsafe(copy.done, copy.result)
+        except RuntimeError:  # the loop is closed
+            logger.exception("the end of a copy could not be reported: %s", copy.result)
+
+
+def _run(queues: _Queues) -> None:
+    """Copy chunk by chunk until the queues are closed."""
+    while (copy := queues.next()) is not None:
+        error, started = None, perf_counter()
+        try:
+            copy.copy_chunk()
+        except Exception as failure:  # reported to the caller of the copy; the thread goes on with others
+            error = failure
+            logger.exception("a %s of %d pages failed", "load" if copy.is_load else "write", len(copy.plan))
+        queues.note(copy, perf_counter() - started, error)
+        del copy, error  # the thread keeps no pool while it waits

@@ -1,0 +1,115 @@
+"""Copies that are slow, fail or flip a byte: `GatedCopies` under a real copier, and `FaultyCopier` in place of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from raydix.actors.tiers.copier import Copied, Copy, CopyCounts, End
+from raydix.cache_core import KVPool, RecordPool
+from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies
+
+Done = Callable[[Copied], object]
+Call = tuple[str, CopyPlan, int]  # "load" or "write", the plan, the first page of the chunk
+
+
+class GatedCopies(PageCopies):
+    """Copies that a test lets through one by one, and in which it plants faults.
+
+    Attributes:
+        calls: of chunks that began.
+        fail: raises where a chunk shall fail.
+    """
+
+    def __init__(self, pool: KVPool | RecordPool, lower: RecordPool, *, is_open: bool = False) -> None:
+        super().__init__(pool, lower)
+        self.calls: list[Call] = []
+        self.fail: Callable[[Call], None] = lambda call: None
+        self._may_pass = threading.Semaphore(10**9 if is_open else 0)
+
+    def pass_chunks(self, number: int = 1) -> None:
+        """Let chunks through, those that come later as well."""
+        self._may_pass.release(number)
+
+    def write(self, plan: CopyPlan, start: int, stop: int) -> None:
+        self._wait(("write", plan, start))
+        super().write(plan, start, stop)
+
+    def load(self, plan: CopyPlan, start: int, stop: int) -> None:
+        self._wait(("load", plan, start))
+        super().load(plan, start, stop)
+
+    def _wait(self, call: Call) -> None:
+        self.calls.append(call)
+        assert self._may_pass.acquire(timeout=60), "the test lets no more chunks through"
+        self.fail(call)
+
+
+class FaultyCopier:
+    """A copier without a thread: each copy ends when the test says so, in any order, and as the test says.
+
+    It has the methods of `Copier`. `done` is called in `finish` and in `cancel`, as the event loop would do.
+
+    Args:
+        copies: between the pool and the tier below.
+
+    Attributes:
+        open: copies that have not ended.
+    """
+
+    def __init__(self, copies: PageCopies) -> None:
+        self.open: list[Copy] = []
+        self._copies = copies
+        self._counts = {True: CopyCounts(), False: CopyCounts()}
+
+    def load(self, plan: CopyPlan, done: Done, timeout_s: float | None = None) -> Copy:
+        return self._start(Copy(plan, self._copies, done, is_load=True, deadline=timeout_s))
+
+    def write(self, plan: CopyPlan, done: Done) -> Copy:
+        return self._start(Copy(plan, self._copies, done, is_load=False))
+
+    def _start(self, copy: Copy) -> Copy:
+        copy.chunks = self._copies.chunks(copy.plan, 1)  # page by page
+        self.open.append(copy)
+        return copy
+
+    def advance(self, copy: Copy, num_pages: int) -> None:
+        """Copy some more pages of a slow copy. It stays open."""
+        for _ in range(min(num_pages, len(copy.chunks) - copy.num_chunks)):
+            copy.copy_chunk()
+            copy.num_chunks += 1
+
+    def finish(self, copy: Copy, end: End = "whole", num_pages: int | None = None) -> None:
+        """End a copy.
+
+        Args:
+            end: "whole", or what cuts it off.
+            num_pages: pages that it copied in all; None: all of them with "whole", else those copied so far.
+        """
+        if end == "whole":
+            self.advance(copy, len(copy.chunks))
+        elif num_pages is not None:
+            self.advance(copy, num_pages - copy.num_pages)
+        self.open.remove(copy)
+        self._counts[copy.is_load].ends[end] += 1
+        copy.result = Copied(copy.num_pages, end, "planted" if end == "failed" else "")
+        copy.done(copy.result)
+
+    def flip(self, copy: Copy, pool: KVPool | RecordPool, at: int) -> None:
+        """Flip a bit of a byte of the pool that a copy wrote to, before it ends."""
+        assert copy in self.open
+        pool.storage[at] ^= 1
+
+    def cancel(self, copy: Copy) -> None:
+        if copy.result is None:
+            self.finish(copy, "cancelled")
+
+    def counts(self, *, loads: bool) -> CopyCounts:
+        return self._counts[loads]
+
+    def queued_bytes(self, *, loads: bool) -> int:
+        return sum(copy.bytes_left for copy in self.open if copy.is_load == loads)
+
+    def close(self) -> None:
+        for copy in list(self.open):
+            self.finish(copy, "closed")
