@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.client.pinned_memory import PinnedMemory
+from raydix.actors.transport.pinned_memory import PinnedMemory
 from raydix.actors.transport.pool_memory import open_cuda_pool, open_shared_pool
 from raydix.actors.transport.pool_shapes import (
     OPAQUE,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -42,7 +45,7 @@ class ExportedPool:
         self.device = device
         self._fd: int | None = None
         if sys.platform == "linux":
-            _check_room(table_bytes(config) + (self.layout.num_bytes if device.type == "cpu" else 0))
+            check_room(POOL, table_bytes(config) + (self.layout.num_bytes if device.type == "cpu" else 0))
         if device.type == "cuda" or not share or sys.platform != "linux":
             self.pool = _own_pool(self.layout, device)
         else:
@@ -53,13 +56,11 @@ class ExportedPool:
         num_bytes = self.layout.num_bytes
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        self._fd = os.memfd_create(f"raydix-{epoch}", os.MFD_CLOEXEC)
         try:
-            _reserve(self._fd, num_bytes)
-            return map_shared_file(f"/proc/self/fd/{self._fd}", num_bytes)
+            self._fd, storage = make_shared_memory(f"raydix-{epoch}", num_bytes)
         except OSError as error:
-            os.close(self._fd)
-            raise CacheUnavailable(f"{_too_large(num_bytes, available_memory())} ({error})") from error
+            raise CacheUnavailable(f"{too_large(POOL, num_bytes, available_memory())} ({error})") from error
+        return storage
 
     def _make_handle(self, config: CacheConfig, epoch: str, node_id: str, share: bool) -> PoolHandle:
         gpu_uuid, ipc_handle = None, None
@@ -81,17 +82,42 @@ class ExportedPool:
         )
 
 
-def _reserve(fd: int, num_bytes: int) -> None:
+def make_shared_memory(
+    name: str, num_bytes: int, is_given_up: Callable[[], bool] = lambda: False
+) -> tuple[int, torch.Tensor]:
+    """Make an anonymous file in memory, and reserve all of it. Return its descriptor and its bytes.
+
+    Args:
+        name: of the file, in `/proc`.
+        num_bytes: 1 at least.
+        is_given_up: checked between ranges of 256 MiB, by several threads.
+
+    Raises:
+        OSError: there is too little memory, the bytes cannot be mapped, or it is given up; all memory is given back.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        _reserve(fd, num_bytes, is_given_up)
+        return fd, map_shared_file(f"/proc/self/fd/{fd}", num_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def _reserve(fd: int, num_bytes: int, is_given_up: Callable[[], bool]) -> None:
     """Reserve the memory of a file, in parallel ranges.
 
     Raises:
-        OSError: there is too little; closing the file gives back the ranges that were reserved.
+        OSError: there is too little, or it is given up; closing the file gives back the ranges that were reserved.
     """
-    starts = range(0, num_bytes, _RESERVED_BYTES)
+
+    def reserve(start: int) -> None:
+        if is_given_up():
+            raise OSError(errno.ECANCELED, "the reservation was given up")
+        os.posix_fallocate(fd, start, min(_RESERVED_BYTES, num_bytes - start))
+
     with ThreadPoolExecutor(_RESERVING_THREADS, "raydix-reserve") as threads:
-        ranges = [
-            threads.submit(os.posix_fallocate, fd, start, min(_RESERVED_BYTES, num_bytes - start)) for start in starts
-        ]
+        ranges = [threads.submit(reserve, start) for start in range(0, num_bytes, _RESERVED_BYTES)]
         try:
             for reserved in ranges:
                 reserved.result()
@@ -144,16 +170,28 @@ def open_shared_pool(handle: PoolHandle) -> torch.Tensor:
         os.close(fd)
 
 
-def _check_room(needed: int) -> None:
+class Asked(NamedTuple):
+    """A pool in words, for errors."""
+
+    what: str
+    argument: str  # the argument that says how large it is
+
+
+POOL = Asked("the pool", "pool.num_slots")
+
+
+def check_room(asked: Asked, needed: int) -> None:
+    """Raise CacheUnavailable unless this machine has `needed` bytes of free memory."""
     available = available_memory()
     if needed > available:
-        raise CacheUnavailable(_too_large(needed, available))
+        raise CacheUnavailable(too_large(asked, needed, available))
 
 
-def _too_large(needed: int, available: int) -> str:
+def too_large(asked: Asked, needed: int, available: int) -> str:
+    """Return the error of a pool that is larger than the free memory."""
     return (
-        f"the pool needs {byte_size(needed)} with its tables of slots, but {byte_size(available)} are free: "
-        "lower pool.num_slots, or raise the memory limit of the machine or container (the pool is not bound by "
+        f"{asked.what} needs {byte_size(needed)} with its tables of slots, but {byte_size(available)} are free: "
+        f"lower {asked.argument}, or raise the memory limit of the machine or container (the pool is not bound by "
         "--shm-size)"
     )
 

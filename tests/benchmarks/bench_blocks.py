@@ -20,7 +20,7 @@ import torch
 from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
 from numpy.typing import NDArray
 
-from raydix.actors.client.pinned_memory import PinnedMemory
+from raydix.actors.transport.pinned_memory import PinnedMemory
 from raydix.actors.engines.block_copies import BlockCopies
 
 BLOCK, NUM_HEADS, NUM_LAYERS = 16, 8, 32

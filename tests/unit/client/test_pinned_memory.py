@@ -12,8 +12,8 @@ import torch
 from support.waiting import wait_until
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.client import pinned_memory
-from raydix.actors.client.pinned_memory import PinnedMemory
+from raydix.actors.transport import pinned_memory
+from raydix.actors.transport.pinned_memory import PinnedMemory
 from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolConfig
 
 PIECE = 4096
