@@ -142,7 +142,7 @@ class PoolConfig(_Config):
             return self
         if given := [name for name in _OF_LAYERS if getattr(self, name) not in (0, None, ())]:
             raise ValueError(f"{given[0]} is for pools with layers, and format='opaque' has records: leave it out")
-        if not self.slot_bytes:
+        if not (self.slot_bytes or self.swa_slot_bytes or self.state_bytes):
             raise ValueError("format='opaque' needs slot_bytes, or segments")
         if bool(self.state_bytes) != bool(self.num_state_slots):
             raise ValueError("format='opaque' needs state_bytes (or state_segments) and num_state_slots, or neither")

@@ -145,7 +145,8 @@ def _token_bytes(pool: Mapping[str, Any], run_len: int) -> tuple[int, str]:
         return 0, "the layers of the pool are not valid"
     if not config.has_tensors:
         return 0, "the pool has no layers, so num_layers, num_kv_heads and head_dim do not give the bytes of a token"
-    if pool.get("num_swa_slots") is not None or config.num_state_slots:
+    of_others_alone = config.format == "opaque" and not config.slot_bytes
+    if pool.get("num_swa_slots") is not None or config.num_state_slots or of_others_alone:
         return 0, "window slots and states take bytes of their own"
     if config.format == "opaque":
         return config.slot_bytes, ""

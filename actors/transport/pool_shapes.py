@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import TypeVar
 
 import torch
 
 from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
-from raydix.cache_core.pool.kv_pool import WITH_INDEX, WITHOUT_INDEX
-from raydix.schemas import CacheConfig, InvalidRequest
+from raydix.cache_core.pool.kv_pool import ARRAYS, WITH_INDEX, WITHOUT_INDEX
+from raydix.cache_core.pool.pool_layout import aligned
+from raydix.schemas import CacheConfig, InvalidRequest, PoolConfig, Segment
 
 OPAQUE = (
     "this pool keeps opaque records (PoolConfig.format), and the slots of a record cannot be addressed singly: map the "
@@ -36,6 +39,56 @@ def records_of(config: CacheConfig) -> RecordLayout:
         num_state_slots=pool.num_state_slots,
         state_bytes=pool.state_bytes,
     )
+
+
+def pool_below(
+    config: CacheConfig, num_slots: int, num_swa_slots: int | None = None, num_state_slots: int = 0
+) -> PoolConfig:
+    """Return the pool of a tier below a cache: opaque, in host memory, for the records of `PageRecords`.
+
+    Below an index-only cache, it is index-only.
+
+    Args:
+        config: of the cache.
+        num_slots, num_swa_slots, num_state_slots: of the tier; the last two for caches with windows and with states.
+    """
+    pool = config.pool
+    fields: dict[str, object] = pool.model_dump() if pool.format == "opaque" else {}
+    fields |= {"num_slots": num_slots, "num_swa_slots": num_swa_slots, "num_state_slots": num_state_slots}
+    if pool.format == "layers" and pool.num_layers:
+        tables = _tables(layers_of(config), pool.dtype)
+        fields |= {"segments": tables["full"], "swa_segments": tables["swa"], "state_segments": tables["state"]}
+        fields["format"] = "opaque"
+    return PoolConfig.model_validate(fields | {"device": "cpu"})
+
+
+def _tables(layout: PoolLayout, dtype: str) -> dict[str, tuple[Segment, ...]]:
+    """Return the segments of each kind of records."""
+    tables = {"full": _Table(), "swa": _Table(), "state": _Table()}
+    for layer in range(layout.num_layers):
+        table = tables[layout.kind(layer)]
+        for name, (_, *shape) in zip(ARRAYS, layout.shapes(layer), strict=False):
+            table.add(name, layer, dtype, shape)
+        for number, of_state in enumerate(layout.state_shapes if layout.kind(layer) == "state" else ()):
+            table.add(f"state tensor {number}", layer, dtype, of_state)
+            # Each tensor of a state begins at a multiple of the alignment.
+            table.add("padding", layer, "uint8", [aligned(table.num_bytes) - table.num_bytes])
+    return {kind: table.segments for kind, table in tables.items()}
+
+
+class _Table:
+    """The segments of a record, one after the other."""
+
+    def __init__(self) -> None:
+        self.segments: tuple[Segment, ...] = ()
+        self.num_bytes = 0
+
+    def add(self, name: str, layer: int, dtype: str, shape: Sequence[int]) -> None:
+        """Append a segment, unless it is empty."""
+        if prod(shape):
+            name = f"{name} of layer {layer}"
+            self.segments += (Segment.at(self.num_bytes, name=name, layer=layer, dtype=dtype, shape=tuple(shape)),)
+            self.num_bytes += self.segments[-1].bytes
 
 
 def layers_of(config: CacheConfig) -> PoolLayout:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from raydix.actors.service.core_factory import build_core
-from raydix.actors.transport.pool_shapes import records_of
+from raydix.actors.transport.pool_shapes import layers_of, pool_below, pool_of, records_of
 from raydix.cache_core import KVCache, RadixKey, RecordLayout, RecordPool
 from raydix.cache_core.errors import ContentError
+from raydix.cache_core.tiers.page_records import PageRecords
 from raydix.schemas import CacheConfig, EvictionConfig, PoolConfig
 
 PAGE = 2
@@ -95,3 +96,66 @@ def test_a_published_record_that_is_overwritten_is_found(kind: str) -> None:
 
     with pytest.raises(ContentError, match="its record"):
         cache.acquire("n", "s", RadixKey([1, 2, 3, 4, 5]))
+
+
+LAYERED = {  # fields of a pool, and what else its cache needs
+    "attention": ({"num_layers": 3, "num_kv_heads": 2, "head_dim": 4}, {}),
+    "latent": ({"num_layers": 2, "num_kv_heads": 1, "head_dim": 9, "v_head_dim": 0}, {}),
+    "shapes": ({"num_layers": 2, "kv_shapes": ((2, 4, 4), (1, 8, 3)), "index_head_dim": 3, "index_layers": (1,)}, {}),
+    "windows": (
+        {"num_layers": 3, "num_kv_heads": 2, "head_dim": 4, "layer_kinds": ("swa", "full", "swa")},
+        {"sliding_window_size": 4},
+    ),
+    "windows alone": (
+        {"num_layers": 2, "num_kv_heads": 2, "head_dim": 4, "layer_kinds": ("swa", "swa")},
+        {"sliding_window_size": 4},
+    ),
+    "states": (
+        {
+            "num_layers": 3,
+            "num_kv_heads": 2,
+            "head_dim": 4,
+            "layer_kinds": ("state", "full", "state"),
+            "state_shapes": ((3, 2), (64,), (7,)),
+            "num_state_slots": 5,
+        },
+        {"kind": "mamba"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_the_pool_below_a_cache_takes_its_records_and_names_their_parts(name: str, dtype: str) -> None:
+    fields, more = LAYERED[name]
+    pool = {"num_slots": 16, "dtype": dtype, "device": "cpu", **fields}
+    config = CacheConfig.model_validate({"page_size": PAGE, "pool": pool, **more})
+    numbers = (32, 8 if "sliding_window_size" in more else None, 3 if "kind" in more else 0)
+
+    below = config.model_copy(update={"pool": pool_below(config, *numbers)})
+    again = config.model_copy(update={"pool": pool_below(below, *numbers)})
+
+    CacheConfig.model_validate(below.model_dump())
+    wanted = PageRecords(pool_of(layers_of(config))).layout(numbers[0], numbers[1] or 0, numbers[2])
+    assert records_of(below) == records_of(again) == wanted
+    assert below.record_digest() == again.record_digest()
+    tables = (below.pool.segments, below.pool.swa_segments, below.pool.state_segments)
+    layers = [segment.layer for table in tables for segment in table]
+    assert set(layers) == set(range(config.pool.num_layers))
+
+
+def test_pools_below_with_records_of_one_size_but_other_parts_have_other_digests() -> None:
+    digests = set()
+    for heads, dim, dtype in ((2, 4, "bfloat16"), (4, 2, "bfloat16"), (2, 4, "float16"), (1, 4, "float32")):
+        pool = PoolConfig(num_slots=16, num_layers=2, num_kv_heads=heads, head_dim=dim, dtype=dtype)  # type: ignore[arg-type]
+        config = CacheConfig(page_size=PAGE, pool=pool)
+        below = config.model_copy(update={"pool": pool_below(config, 32)})
+        assert below.pool.slot_bytes == 64
+        digests.add(below.record_digest())
+    assert len(digests) == 4
+
+
+def test_the_pool_below_an_index_only_cache_is_index_only() -> None:
+    config = CacheConfig(kind="mamba", pool=PoolConfig(num_slots=16, num_state_slots=2))
+
+    assert pool_below(config, 64, num_state_slots=5) == PoolConfig(num_slots=64, num_state_slots=5, device="cpu")
