@@ -134,7 +134,7 @@ test-gpu: $(if $(VENV),$(STAMP))  ## tests and copies on this machine's GPU; VEN
 	$(if $(VENV),,$(PYTHON) setup.py --quiet build --build-base build/gpu --build-lib build/gpu/lib)
 	export PYTHONPATH=$(CURDIR)/tests$(if $(VENV),,:$(CURDIR)/build/gpu/lib:$$PYTHONPATH); \
 	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest -m gpu tests/gpu $(ARGS) && \
-	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m benchmarks data-plane blocks
+	$(if $(VENV),$(BIN)/python,$(PYTHON)) -m benchmarks data-plane blocks tiers
 
 # Subprocesses and Ray's workers inherit the environment, so they are measured, too.
 coverage: $(STAMP)  ## lines and branches that test and test-more run, with the interpreted core, by package

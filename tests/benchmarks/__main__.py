@@ -3,8 +3,8 @@
     python -m benchmarks [group ...] [--quick] [--json FILE] [--plot FILE]
 
 Run it in the tests' folder; `make bench ARGS="core --quick"` runs it from anywhere. Groups: core, service, eviction,
-data-plane, blocks, scale, fleet, end-to-end, commands; all by default. With RAYDIX_BENCH_GATE set, it fails if a
-gate is missed in each of three tries.
+data-plane, blocks, tiers, scale, fleet, end-to-end, commands; all by default. With RAYDIX_BENCH_GATE set, it fails if
+a gate is missed in each of three tries.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ GROUPS = {  # each group, and the module with its `figures`
     "eviction": "eviction_figures",
     "data-plane": "bench_data_plane",
     "blocks": "bench_blocks",
+    "tiers": "bench_tiers",
     "scale": "bench_scale",
     "fleet": "bench_fleet",
     "end-to-end": "bench_end_to_end",
