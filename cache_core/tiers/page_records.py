@@ -58,6 +58,9 @@ class _Stack(NamedTuple):
 class PageRecords:
     """The pages, window halves and states of a pool, as records.
 
+    On a GPU, copies run on a stream of their own, and a call returns when its copy has ended. They are not ordered with
+    other streams: pages must be written before they are gathered, and unused before they are scattered.
+
     Args:
         pool: of pages; its layout must not have `max_seq_len`.
 
@@ -69,8 +72,9 @@ class PageRecords:
         if getattr(pool.layout, "max_seq_len", None) is not None:
             raise ValueError("pool must have pages, not sequences: its layout has max_seq_len")
         self.page_size = pool.layout.page_size
-        self.device = pool.storage.device
+        device = pool.storage.device
         self._storage = pool.storage
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._num_rows = dict.fromkeys(KINDS, 0)
         self._stacks: dict[Kind, list[_Stack]] = {kind: [] for kind in KINDS}
         self._num_bytes = dict.fromkeys(KINDS, 0)
@@ -138,13 +142,13 @@ class PageRecords:
         rows = self._checked(starts, records, kind)
         self.copies(records, kind).load(rows, np.arange(len(rows)))
 
-    def copies(self, records: torch.Tensor, kind: Kind, stream: torch.cuda.Stream | None = None) -> RecordCopies:
+    def copies(self, records: torch.Tensor, kind: Kind) -> RecordCopies:
         """Return the copies between pages of a kind and records, `[number, num_bytes(kind)]` uint8."""
         number = self._num_rows[kind]
         tensors: list[tuple[torch.Tensor, Cut]] = [
             (stack.rows(self._storage, number), partial(_Stack.cut, stack)) for stack in self._stacks[kind]
         ]
-        return RecordCopies.between(tensors, records, stream, CHUNK_BYTES)
+        return RecordCopies.between(tensors, records, self._stream, CHUNK_BYTES)
 
     def rows(self, starts: Starts, kind: Kind) -> Starts:
         """Return the numbers of the pages that begin with these slots.
@@ -152,15 +156,12 @@ class PageRecords:
         Raises:
             ValueError: a start is not the first slot of a page of the pool.
         """
-        starts = np.asarray(starts, np.int64)
-        rows, rests = np.divmod(starts, self._slots_of(kind))
-        wrong = (rests != 0) | (rows < 0) | (rows >= self._num_rows[kind])
+        starts, size = np.asarray(starts, np.int64), self._slots_of(kind)
+        rows, rests = np.divmod(starts, size)
+        wrong = (rests != 0) | (rows < 1) | (rows >= self._num_rows[kind])  # the first page is for padding
         if self._num_bytes[kind] and wrong.any():
-            last = (self._num_rows[kind] - 1) * self._slots_of(kind)
-            raise ValueError(
-                f"starts must be first slots of pages of {self._slots_of(kind)}, from 0 to {last}, "
-                f"not {int(starts[wrong][0])}"
-            )
+            last, found = (self._num_rows[kind] - 1) * size, int(starts[wrong][0])
+            raise ValueError(f"starts must be first slots of pages of {size}, from {size} to {last}, not {found}")
         return rows
 
     def _checked(self, starts: Starts, records: torch.Tensor, kind: Kind) -> Starts:
@@ -241,8 +242,7 @@ class Chunk(NamedTuple):
 class PageCopies:
     """Copies pages between a pool and the opaque pool of the tier below, in chunks.
 
-    On a GPU, copies run on a stream of their own. They are not ordered with other streams: the caller's pages must be
-    written before they are published, and unused before they are loaded. A call returns when its copy has ended.
+    A call returns when its copy has ended. On a GPU, what `PageRecords` says of streams holds.
 
     Args:
         pool: the pool of the upper tier.
@@ -260,10 +260,8 @@ class PageCopies:
         )
         if found != wanted:
             raise ValueError(f"lower must have records of the pool's sizes in bytes, {wanted}, not {found}")
-        device = self._upper.device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._records: dict[Kind, torch.Tensor] = {"full": lower.pages, "swa": lower.windows, "state": lower.states}
-        self._copies = {kind: self._upper.copies(self._records[kind], kind, stream) for kind in KINDS if wanted[kind]}
+        self._copies = {kind: self._upper.copies(self._records[kind], kind) for kind in KINDS if wanted[kind]}
 
     @property
     def is_empty(self) -> bool:

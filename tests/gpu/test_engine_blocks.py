@@ -65,6 +65,10 @@ async def test_mapped_host_memory_is_registered_until_the_pool_is_dropped() -> N
 _LONG = 400_000_000  # cycles of a GPU: a fifth of a second
 
 
+def values(tensors: list[torch.Tensor]) -> set[float]:
+    return {value for tensor in tensors for value in tensor.unique().tolist()}
+
+
 def test_a_save_waits_for_the_forward_pass_before_it() -> None:
     layers = [torch.zeros(NUM_BLOCKS, 2, BLOCK, 64, device="cuda") for _ in range(4)]
     copies = BlockCopies(layers, BLOCK)
@@ -82,7 +86,11 @@ def test_a_save_waits_for_the_forward_pass_before_it() -> None:
         event = torch.cuda.Event()
         event.record()
         target.save(blocks, blocks, after=event if waits else None)
-        return {value for each in target.copies.segments for value in each[:NUM_BLOCKS].view(torch.float32).unique().tolist()}
+        return {
+            value
+            for each in target.copies.segments
+            for value in each[:NUM_BLOCKS].view(torch.float32).unique().tolist()
+        }
 
     assert saved(waits=True) == {7.0}
     assert saved(waits=False) == {0.0}, "the test would not have seen a save that does not wait"
@@ -108,9 +116,6 @@ def test_a_load_waits_for_the_forward_pass_before_it_and_one_behind_it_sees_the_
         target.load(blocks, blocks, after=event if waits else None)
         after = [layer.clone() for layer in layers]
         return values(before), values(after)
-
-    def values(tensors: list[torch.Tensor]) -> set[float]:
-        return {value for each in tensors for value in each.unique().tolist()}
 
     assert read_before(waits=True) == ({3.0}, {5.0})
     assert read_before(waits=False) == ({5.0}, {5.0}), "the test would not have seen a load that does not wait"

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
-from raydix.cache_core.tiers.page_records import KINDS, CopyPlan, Kind, PageRecords, Pairs
+from raydix.cache_core.pool.kv_pool import wait_for_device
+from raydix.cache_core.tiers.page_records import KINDS, CopyPlan, Kind, PageCopies, PageRecords, Pairs
 
 PAGE = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
@@ -40,13 +41,16 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def random_pool(layout: Layout, dtype: torch.dtype = torch.uint8, storage: torch.Tensor | None = None) -> Pool:
+def random_pool(
+    layout: Layout, dtype: torch.dtype = torch.uint8, storage: torch.Tensor | None = None, device: str = "cpu"
+) -> Pool:
     """A pool whose bytes are random."""
     if isinstance(layout, RecordLayout):
-        pool: Pool = RecordPool(layout, storage=storage)
+        pool: Pool = RecordPool(layout, device, storage)
     else:
-        pool = KVPool(replace(layout, dtype=dtype), storage=storage)
+        pool = KVPool(replace(layout, dtype=dtype), device, storage)
     pool.storage.copy_(torch.randint(0, 256, pool.storage.shape, dtype=torch.uint8))
+    wait_for_device(pool.storage)
     return pool
 
 
@@ -75,7 +79,7 @@ def _segments(pool: Pool, kind: Kind) -> list[list[bytes]]:
 
 
 def as_bytes(values: torch.Tensor) -> bytes:
-    return values.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    return values.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def random_plan(rng: random.Random, pool: Pool, below: RecordPool, num_pages: int | None = None) -> CopyPlan:
@@ -118,3 +122,19 @@ def copied(plan: CopyPlan, source: Contents, target: Contents, *, down: bool, st
                 at, to = (above, below) if down else (below, above)
                 result[kind][to // slots] = source[kind][at // slots]
     return result
+
+
+def check_random_plans(pool: Pool, number: int) -> None:
+    """Write and load random plans chunk by chunk, as the reference does."""
+    rng, below = random.Random(1), pool_below(pool)
+    copies = PageCopies(pool, below)
+    for _ in range(number):
+        plan = random_plan(rng, pool, below)
+        down = rng.random() < 0.5
+        source, target = (pool, below) if down else (below, pool)
+        wanted = copied(plan, contents(source), contents(target), down=down)
+        for start, stop, _ in copies.chunks(plan, rng.choice([1, 200, 10_000])):
+            (copies.write if down else copies.load)(plan, start, stop)
+            assert stop == len(plan) or contents(target) != wanted
+        assert contents(target) == wanted
+        assert copies.first_difference(plan) is None
