@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
+
 from raydix.actors.tiers.copier import Copied, Copy, CopyCounts, End
 from raydix.cache_core import KVPool, RecordPool
-from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies
+from raydix.cache_core.tiers.page_records import Chunk, CopyPlan, PageCopies, PageRecords
 
 Done = Callable[[Copied], object]
 Call = tuple[str, CopyPlan, int]  # "load" or "write", the plan, the first page of the chunk
@@ -48,19 +50,19 @@ class GatedCopies(PageCopies):
 class FaultyCopier:
     """A copier without a thread: each copy ends when the test says so, in any order, and as the test says.
 
-    It has the methods of `Copier`. `done` is called in `finish` and in `cancel`, as the event loop would do.
-
-    Args:
-        copies: between the pool and the tier below.
+    It has the methods of `Copier`. A copy goes page by page, also between index-only pools. `finish` calls `done`, as
+    the event loop would; what `cancel` and `close` end is reported by `deliver`.
 
     Attributes:
         open: copies that have not ended.
     """
 
-    def __init__(self, copies: PageCopies) -> None:
+    def __init__(self, pool: KVPool | RecordPool, lower: RecordPool) -> None:
         self.open: list[Copy] = []
-        self._copies = copies
-        self._counts = {True: CopyCounts(), False: CopyCounts()}
+        self._copies = PageCopies(pool, lower)
+        self._records = {True: PageRecords(pool), False: PageRecords(lower)}  # is_load -> of the target
+        self._counts = {True: CopyCounts(), False: CopyCounts()}  # is_load -> counts
+        self._ended: list[Copy] = []  # and not reported
 
     def load(self, plan: CopyPlan, done: Done, timeout_s: float | None = None) -> Copy:
         return self._start(Copy(plan, self._copies, done, is_load=True, deadline=timeout_s))
@@ -69,7 +71,9 @@ class FaultyCopier:
         return self._start(Copy(plan, self._copies, done, is_load=False))
 
     def _start(self, copy: Copy) -> Copy:
-        copy.chunks = self._copies.chunks(copy.plan, 1)  # page by page
+        copy.chunks = self._copies.chunks(copy.plan, 1)
+        if self._copies.is_empty:
+            copy.chunks = [Chunk(page, page + 1, 0) for page in range(len(copy.plan))] or copy.chunks
         self.open.append(copy)
         return copy
 
@@ -80,7 +84,7 @@ class FaultyCopier:
             copy.num_chunks += 1
 
     def finish(self, copy: Copy, end: End = "whole", num_pages: int | None = None) -> None:
-        """End a copy.
+        """End a copy, and report it.
 
         Args:
             end: "whole", or what cuts it off.
@@ -90,19 +94,38 @@ class FaultyCopier:
             self.advance(copy, len(copy.chunks))
         elif num_pages is not None:
             self.advance(copy, num_pages - copy.num_pages)
+        self._end(copy, end)
+        self._report(copy)
+
+    def _end(self, copy: Copy, end: End) -> None:
         self.open.remove(copy)
+        self._ended.append(copy)
         self._counts[copy.is_load].ends[end] += 1
         copy.result = Copied(copy.num_pages, end, "planted" if end == "failed" else "")
+
+    def _report(self, copy: Copy) -> None:
+        assert copy.result is not None
+        self._ended.remove(copy)
         copy.done(copy.result)
 
-    def flip(self, copy: Copy, pool: KVPool | RecordPool, at: int) -> None:
-        """Flip a bit of a byte of the pool that a copy wrote to, before it ends."""
-        assert copy in self.open
-        pool.storage[at] ^= 1
+    def deliver(self) -> None:
+        """Report all ends that were not reported."""
+        while self._ended:
+            self._report(self._ended[0])
+
+    def flip(self, copy: Copy, page: int) -> None:
+        """Flip a bit of a page that an open copy has copied, where it was copied to."""
+        assert copy in self.open and page < copy.num_pages
+        records = self._records[copy.is_load]
+        start = (copy.plan.upper if copy.is_load else copy.plan.lower)[page : page + 1]
+        record = torch.empty(1, records.num_bytes(), dtype=torch.uint8)
+        records.gather(start, record)
+        record[0, 0] ^= 1
+        records.scatter(start, record)
 
     def cancel(self, copy: Copy) -> None:
         if copy.result is None:
-            self.finish(copy, "cancelled")
+            self._end(copy, "cancelled")
 
     def counts(self, *, loads: bool) -> CopyCounts:
         return self._counts[loads]
@@ -112,4 +135,4 @@ class FaultyCopier:
 
     def close(self) -> None:
         for copy in list(self.open):
-            self.finish(copy, "closed")
+            self._end(copy, "closed")

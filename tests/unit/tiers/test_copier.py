@@ -232,8 +232,9 @@ async def test_closing_in_the_middle_ends_all_copies_behind_one_chunk(lab: Labor
 
 
 async def check_close(lab: Laboratory) -> None:
-    running, *queued = lab.start(4), lab.start(3), lab.start(2, load=True)
-    await until(lambda: len(lab.copies.calls) == 1)
+    running = lab.start(4)
+    await until(lambda: len(lab.copies.calls) == 1)  # else the load would begin
+    queued = lab.start(3), lab.start(2, load=True)
     closing = threading.Thread(target=lab.copier.close)
     closing.start()
     await until(lambda: all(copy.result == Copied(0, "closed") for copy in queued))
@@ -298,31 +299,49 @@ def test_an_index_only_pool_needs_neither_a_thread_nor_a_loop() -> None:
 # -------------------------------------------------------------------- the copier of tests
 
 
-def test_a_faulty_copier_ends_copies_in_any_order_and_cuts_them_off() -> None:
-    pool = random_pool(LAYOUTS["mixed"], torch.float32)
+@pytest.mark.parametrize("name", ["mixed", "opaque", "no layers"])
+def test_a_faulty_copier_ends_copies_in_any_order_and_cuts_them_off(name: str) -> None:
+    pool = random_pool(LAYOUTS[name], torch.float32)
     below = pool_below(pool)
-    copies, ended = PageCopies(pool, below), list[tuple[int, Copied]]()
-    faulty = FaultyCopier(copies)
-    plans = [random_plan(random.Random(number), pool, below, 4) for number in range(5)]
-    started = [faulty.write(plan, lambda result, at=at: ended.append((at, result))) for at, plan in enumerate(plans)]  # type: ignore[misc]
+    copies, faulty, ended = PageCopies(pool, below), FaultyCopier(pool, below), list[tuple[Copy, Copied]]()
+    plans = [random_plan(random.Random(number), pool, below, 4) for number in range(6)]
 
+    def start(begin: Callable[..., Copy], plan: CopyPlan) -> Copy:
+        copy = begin(plan, lambda result: ended.append((copy, result)))
+        return copy
+
+    started = [start(faulty.write, plan) for plan in plans[:5]]
     before = contents(below)
     faulty.finish(started[3], "failed", num_pages=2)
     assert contents(below) == copied(plans[3], contents(pool), before, down=True, stop=2)
     faulty.advance(started[1], 1)
     faulty.cancel(started[1])
+    assert started[1].result == Copied(1, "cancelled") and len(ended) == 1
+    faulty.deliver()
     faulty.finish(started[0])
     assert copies.first_difference(plans[0]) is None
     faulty.advance(started[2], 4)
-    faulty.flip(started[2], below, int(plans[2].lower[1]) // PAGE * below.pages.shape[1])
+    if not copies.is_empty:
+        faulty.flip(started[2], 1)
+        assert copies.first_difference(plans[2]) == 1
     faulty.finish(started[2])
-    assert copies.first_difference(plans[2]) == 1
+    load = start(faulty.load, plans[5])
+    before = contents(pool)
+    faulty.finish(load, "late", num_pages=3)
+    assert contents(pool) == copied(plans[5], contents(below), before, down=False, stop=3)
     faulty.close()
+    faulty.deliver()
 
-    assert [at for at, _ in ended] == [3, 1, 0, 2, 4]
-    assert [result.num_pages for _, result in ended] == [2, 1, 4, 4, 0]
-    assert [result.end for _, result in ended] == ["failed", "cancelled", "whole", "whole", "closed"]
-    assert faulty.open == []
+    assert [(copy, result.num_pages, result.end) for copy, result in ended] == [
+        (started[3], 2, "failed"),
+        (started[1], 1, "cancelled"),
+        (started[0], 4, "whole"),
+        (started[2], 4, "whole"),
+        (load, 3, "late"),
+        (started[4], 0, "closed"),
+    ]
+    assert faulty.open == [] and faulty.queued_bytes(loads=True) == 0
+    assert faulty.counts(loads=False).ends == {"failed": 1, "cancelled": 1, "whole": 2, "closed": 1}
 
 
 # -------------------------------------------------------------------- planted faults
