@@ -9,6 +9,7 @@ import random
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -231,13 +232,14 @@ async def test_closing_in_the_middle_ends_all_copies_behind_one_chunk(lab: Labor
     await check_close(lab)
 
 
-async def check_close(lab: Laboratory) -> None:
+async def check_close(lab: Laboratory, patience_s: float = 0.2) -> None:
     running = lab.start(4)
     await until(lambda: len(lab.copies.calls) == 1)  # else the load would begin
     queued = lab.start(3), lab.start(2, load=True)
     closing = threading.Thread(target=lab.copier.close)
     closing.start()
     await until(lambda: all(copy.result == Copied(0, "closed") for copy in queued))
+    closing.join(patience_s)
     assert closing.is_alive() and running.result is None
     lab.copies.pass_chunks()
     await until(lambda: not closing.is_alive())
@@ -370,7 +372,7 @@ FAULTS: dict[str, tuple[type, str, Any, Callable[[Laboratory], Awaitable[None]]]
         Copier,
         "close",
         lambda copier: copier._queues.close(),
-        check_close,
+        partial(check_close, patience_s=60),
     ),
 }
 
