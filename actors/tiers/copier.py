@@ -163,7 +163,7 @@ class Copier:
         Args:
             plan: the pages. Both ends must be locked, or private to the caller, until the copy has ended.
             done: called on the event loop when the copy has ended.
-            timeout_s: the copy ends between two chunks if it takes longer; None: without a limit.
+            timeout_s: the copy ends between two chunks if it takes longer, from now on; None: without a limit.
         """
         deadline = None if timeout_s is None else self._queues.clock() + timeout_s
         return self._start(Copy(plan, self._copies, done, is_load=True, deadline=deadline))
