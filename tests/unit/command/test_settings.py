@@ -177,6 +177,10 @@ def test_variables_of_other_programs_are_left_alone() -> None:
             "pool: {num_slots: 8GiB}\n",
             "FILE, line 1: pool.num_slots must be tokens, such as 200_000 or 1M, not '8GiB': the pool has no layers",
         ),
+        (
+            "pool: {num_slots: 8GiB, format: opaque, swa_slot_bytes: 64}\n",
+            "FILE, line 1: pool.num_slots must be tokens, such as 200_000 or 1M, not '8GiB': window slots and",
+        ),
         ("pool: {num_slots: a lot}\n", "FILE, line 1: pool.num_slots must be tokens, such as 200_000, 1M or 1e6, or"),
         (
             "page_size: 16\npool: {num_slots: 1k, num_swa_slots: 1MiB}\n",
