@@ -242,7 +242,7 @@ class Chunk(NamedTuple):
 class PageCopies:
     """Copies pages between a pool and the opaque pool of the tier below, in chunks.
 
-    A call returns when its copy has ended. On a GPU, what `PageRecords` says of streams holds.
+    A call returns when its copy has ended. On a GPU the rules of streams are those of `PageRecords`.
 
     Args:
         pool: the pool of the upper tier.
@@ -308,7 +308,7 @@ class PageCopies:
         ]
 
     def first_difference(self, plan: CopyPlan) -> int | None:
-        """Return the first page whose bytes differ in the two pools, for checks; None: all are equal. O(bytes)."""
+        """Return the first page that differs between the two pools, for checks; None: all are equal. O(bytes)."""
         for page in range(max(1, len(plan))):
             for kind, upper, lower in plan.parts(page, min(page + 1, len(plan))):
                 if kind in self._copies and not self._are_equal(kind, upper, lower):
