@@ -25,7 +25,7 @@ class Copied(NamedTuple):
 
     num_pages: int  # leading pages of the plan that were copied, with their window halves and states
     end: End
-    error: str = ""  # of a copy that failed
+    error: str = ""  # error of a copy that failed
 
 
 class Copy:
@@ -174,8 +174,7 @@ class Copier:
 
     def _start(self, copy: Copy) -> Copy:
         if self._thread is None:
-            self._queues.end_instantly(copy)
-            copy.done(Copied(len(copy.plan), "whole"))
+            copy.done(self._queues.end_instantly(copy))
             return copy
         copy.loop = asyncio.get_running_loop()
         copy.chunks = self._copies.chunks(copy.plan, self._chunk_bytes)
@@ -282,10 +281,11 @@ class _Queues:
                     self._end(copy, "closed")
             self._changed.notify()
 
-    def end_instantly(self, copy: Copy) -> None:
-        """Count a copy without bytes."""
+    def end_instantly(self, copy: Copy) -> Copied:
+        """End a copy without bytes, and return its end."""
         copy.result = Copied(len(copy.plan), "whole")
         self._counts[copy.is_load].ends["whole"] += 1
+        return copy.result
 
     def counts(self, *, loads: bool) -> CopyCounts:
         """Return the counts of loads or of writes, as a copy."""

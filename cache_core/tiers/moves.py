@@ -410,7 +410,7 @@ class Moves:
         cache = self.upper.cache
         tree_key = cache.tree_key(key)
         wanted = cache.radix.cached_lens(tree_key)[0] + self._page_size
-        if wanted > (len(tree_key) if limit is None else min(limit, len(tree_key))):
+        if wanted > len(tree_key[:limit]):
             return None
         prefix = tree_key[:wanted]
         return next((load for load in loads if load.stop >= wanted and load.key[:wanted] == prefix), None)
@@ -424,8 +424,7 @@ class Moves:
         """
         lower = self.lower.cache
         tree_key = lower.tree_key(key)
-        most = len(tree_key) if limit is None else min(limit, len(tree_key))
-        stop = lower.radix.cached_lens(tree_key[:most])[0]
+        stop = lower.radix.cached_lens(tree_key[:limit])[0]
         if not stop:
             yield
             return
@@ -451,8 +450,7 @@ class Moves:
         if lease.retired or self.running_load(lease.key, limit) is not None:
             return None
         key = upper.tree_key(lease.key)
-        most = len(key) if limit is None else min(limit, len(key))
-        stop = lower.radix.cached_lens(key[:most])[0]
+        stop = lower.radix.cached_lens(key[:limit])[0]
         if stop <= lease.prefix_len:
             return None
         upper.begin_fill(lease, stop)
@@ -482,10 +480,9 @@ class Moves:
         if self.running_load(key, limit) is not None:
             return None
         tree_key = upper.tree_key(key)
-        most = len(tree_key) if limit is None else min(limit, len(tree_key))
-        usable, full = upper.radix.cached_lens(tree_key[:most])
-        with self.holding(key, most):
-            stop = lower.radix.cached_lens(tree_key[:most])[0]
+        usable, full = upper.radix.cached_lens(tree_key[:limit])
+        with self.holding(key, limit):
+            stop = lower.radix.cached_lens(tree_key[:limit])[0]
             if stop <= usable:
                 return None
             node, _ = lower.radix.locate(tree_key, stop)
