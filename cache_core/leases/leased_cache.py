@@ -139,21 +139,12 @@ class LeasedCache(ABC):
 
     def _add_lease(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         self.leases.add(lease)
-        counters, prefix_len = self.counters, lease.prefix_len
-        if lease.resumed:
-            counters.num_resumed += 1
-            counters.tokens_resumed += len(lease.key)
-            counters.tokens_reused_resumed += prefix_len
-        else:
-            counters.acquires += 1
-            counters.hits += prefix_len > 0
-            counters.tokens_requested += len(lease.key)
-            counters.tokens_reused += prefix_len
+        self.count_request(lease, 1)
         for observer in self.observers:
             observer.granted(lease, max_prefix_len)
 
     def count_request(self, lease: LeaseRecord, times: int) -> None:
-        """Count a request as `_add_lease` does, without observers; -1 times: it begins again, so it did not count."""
+        """Count a granted request, without loaded tokens; -1 times: it begins again, so it did not count."""
         counters, prefix_len = self.counters, lease.prefix_len - lease.loaded_len
         if lease.resumed:
             counters.num_resumed += times
