@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         CacheConfig,
         EvictionConfig,
         GhostConfig,
+        HostConfig,
         LeaseConfig,
         MetricsConfig,
         PoolConfig,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
         LockRequest,
         MatchRequest,
         OpenSession,
+        PrefetchRequest,
         ReadKV,
         ReleaseRequest,
         ReleaseWindowRequest,
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
         KVResponse,
         LeaseResponse,
         MatchResponse,
+        PrefetchResponse,
         RetireResponse,
         RevokeResponse,
         SessionResponse,
@@ -124,6 +127,7 @@ if TYPE_CHECKING:
         Histogram,
         PoolStats,
         TenantStats,
+        TierStats,
         TooLarge,
     )
     from raydix.schemas.tenants import TenantConfig
@@ -171,6 +175,7 @@ __all__ = [
     "GrantRequest",
     "Histogram",
     "HistoryPoint",
+    "HostConfig",
     "InsertRequest",
     "InsertResponse",
     "InvalidRequest",
@@ -197,6 +202,8 @@ __all__ = [
     "PoolExhausted",
     "PoolHandle",
     "PoolStats",
+    "PrefetchRequest",
+    "PrefetchResponse",
     "PrefixUse",
     "ReadKV",
     "RecordingStatus",
@@ -224,6 +231,7 @@ __all__ = [
     "TakeBackRequest",
     "TenantConfig",
     "TenantStats",
+    "TierStats",
     "TokenIds",
     "TooLarge",
     "TreeBranch",
@@ -246,7 +254,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "config": "CacheConfig EvictionConfig GhostConfig LeaseConfig MetricsConfig PoolConfig",
+        "config": "CacheConfig EvictionConfig GhostConfig HostConfig LeaseConfig MetricsConfig PoolConfig",
         "errors": (
             "CacheBusy CacheError CacheUnavailable ConfigMismatch InvalidRequest LeaseExpired PoolExhausted "
             "StaleEpoch UnknownLease"
@@ -267,17 +275,18 @@ __getattr__ = lazy_names(
         "report": "AgeCount CacheReport HistoryPoint NamespaceStats PrefixUse TreePart",
         "requests": (
             "AbortRequest AcquireRequest AdoptRequest Batch CheckInvariantsRequest CloseSession EvictRequest "
-            "ExtendRequest GrantRequest InsertRequest LockRequest MatchRequest OpenSession ReadKV ReleaseRequest "
-            "ReleaseWindowRequest ResetRequest RetireRequest RevokeRequest SessionRef StatsRequest "
+            "ExtendRequest GrantRequest InsertRequest LockRequest MatchRequest OpenSession PrefetchRequest ReadKV "
+            "ReleaseRequest ReleaseWindowRequest ResetRequest RetireRequest RevokeRequest SessionRef StatsRequest "
             "TakeBackRequest WaitRequest WithdrawRequest WriteKV"
         ),
         "responses": (
             "Ack AdoptResponse BatchResponse EvictResponse ExtendResponse InsertResponse KVResponse LeaseResponse "
-            "MatchResponse RetireResponse RevokeResponse SessionResponse WaitingResponse WindowResponse"
+            "MatchResponse PrefetchResponse RetireResponse RevokeResponse SessionResponse WaitingResponse "
+            "WindowResponse"
         ),
         "routing": "FleetCacheStats FleetStats ReplicaRouterStats RouteCandidate RouteConfig RouteExplanation",
         "segment": "Segment",
-        "stats": "CacheStats EvictionTaskStats GhostStats Histogram PoolStats TenantStats TooLarge",
+        "stats": "CacheStats EvictionTaskStats GhostStats Histogram PoolStats TenantStats TierStats TooLarge",
         "tenants": "TenantConfig",
         "tokens": "TokenIds",
         "tree": "TreeBranch TreeRequest TreeResponse",

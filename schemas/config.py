@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -257,10 +257,13 @@ def _check_shapes_differ(shapes: Iterable[KVShape]) -> None:
     raise ValueError(f"kv_shapes is for layers that differ, but all with KV are alike: set {fields} instead")
 
 
+Policy = Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "2q"]
+
+
 class EvictionConfig(_Config):
     """When the background task frees slots: woken above the high mark, it stops at the low one."""
 
-    policy: Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "2q"] = Field(
+    policy: Policy = Field(
         default="lru",
         description="which unlocked leaf is evicted first; kinds other than radix and mamba need lru; "
         "2q takes no tenants",
@@ -281,6 +284,61 @@ class EvictionConfig(_Config):
                 f"low_watermark ({self.low_watermark}) must be below high_watermark ({self.high_watermark})"
             )
         return self
+
+
+class HostConfig(_Config):
+    """A tier in host memory, below the pool: it keeps KV that leaves the pool, until an `acquire` or `lock` loads it.
+
+    Its pool has records of the pool's pages, window halves and states. Its tree is evicted by itself.
+    """
+
+    num_slots: int = Field(gt=0, le=MAX_SLOTS, description="token slots, a multiple of page_size")
+    num_swa_slots: int | None = Field(
+        default=None, gt=0, le=MAX_SLOTS, description="window slots; None: in proportion to the pool's"
+    )
+    num_state_slots: int | None = Field(
+        default=None, gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's"
+    )
+    policy: Policy = Field(default="2q", description="which unlocked leaf of the tier is evicted first")
+    admit: Literal["all"] = Field(default="all", description="which KV is written to the tier")
+    reserve: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        description="share of the pool that the background task keeps free or written: the KV that is evicted next",
+    )
+    write_mib_s: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit"
+    )
+    high_watermark: float = Field(
+        default=1.0, gt=0, le=1, description="fraction of the tier's slots in use; 1.0: each write evicts its shortfall"
+    )
+    low_watermark: float = Field(default=1.0, ge=0, le=1, description="fraction of the tier's slots in use")
+    pin: bool | None = Field(
+        default=None, description="register the memory with CUDA; None: if the cache's process has a GPU"
+    )
+    load_timeout_s: float = Field(
+        default=2.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="how long a lease waits for its load by default; 0: nothing is loaded",
+    )
+
+    @model_validator(mode="after")
+    def _low_below_high(self) -> Self:
+        if self.high_watermark < 1.0 and self.low_watermark >= self.high_watermark:
+            raise ValueError(
+                f"low_watermark ({self.low_watermark}) must be below high_watermark ({self.high_watermark})"
+            )
+        return self
+
+
+class TierSizes(NamedTuple):
+    """The slots of a tier's pools; 0 where the cache has no windows, or no states."""
+
+    num_slots: int
+    num_swa_slots: int = 0
+    num_state_slots: int = 0
 
 
 class LeaseConfig(_Config):
@@ -356,6 +414,9 @@ with warnings.catch_warnings():
             description="keys are pairs of neighbouring tokens, as EAGLE drafts need; not for kinds mamba and slots",
         )
         pool: PoolConfig
+        host: HostConfig | None = Field(
+            default=None, description="a tier in host memory below the pool; kinds radix and mamba; None: there is none"
+        )
         eviction: EvictionConfig = EvictionConfig()
         leases: LeaseConfig = LeaseConfig()
         tenants: tuple[TenantConfig, ...] = Field(
@@ -499,10 +560,52 @@ with warnings.catch_warnings():
             return self
 
         @model_validator(mode="after")
+        def _kind_has_a_host_tier(self) -> Self:
+            host, page = self.host, self.page_size
+            if host is None:
+                return self
+            if self.kind not in ("radix", "mamba"):
+                raise ValueError(f"host is for kinds 'radix' and 'mamba', not {self.kind!r}")
+            if self.pool.has_tensors and self.eviction.high_watermark == 1.0:
+                raise ValueError(
+                    "host needs eviction.high_watermark below 1.0: the background task writes KV to the host before it "
+                    "is evicted. Only a cache without tensors takes 1.0"
+                )
+            if host.num_swa_slots is not None and self.sliding_window_size is None:
+                raise ValueError("host.num_swa_slots needs sliding_window_size: leave it out")
+            if host.num_state_slots is not None and self.kind != "mamba":
+                raise ValueError("host.num_state_slots is for kind 'mamba': leave it out")
+            for name, number in (("num_slots", host.num_slots), ("num_swa_slots", host.num_swa_slots or 0)):
+                if number % page:
+                    raise ValueError(
+                        f"host.{name} ({number}) must be a multiple of page_size ({page}): set it to "
+                        f"{_multiple(number, page)}, say"
+                    )
+            return self
+
+        @model_validator(mode="after")
         def _kind_has_a_ghost(self) -> Self:
             if self.ghost is not None and self.kind in ("chunk", "slots"):
                 raise ValueError(f"ghost needs a kind that shares pages (radix, mamba, trie), not {self.kind!r}")
             return self
+
+        @property
+        def host_sizes(self) -> TierSizes:
+            """The slots of the host tier's pools. Those that `host` leaves out are in proportion to the pool's.
+
+            Raises:
+                ValueError: the cache has no host tier.
+            """
+            host, pool, page = self.host, self.pool, self.page_size
+            if host is None:
+                raise ValueError("this cache has no host tier: set CacheConfig.host")
+            share, num_swa, num_states = host.num_slots / pool.num_slots, 0, 0
+            if self.sliding_window_size is not None:
+                in_pool = pool.num_swa_slots or pool.num_slots
+                num_swa = host.num_swa_slots or max(page, int(share * in_pool) // page * page)
+            if self.kind == "mamba":
+                num_states = host.num_state_slots or max(1, int(share * pool.num_state_slots))
+            return TierSizes(host.num_slots, num_swa, num_states)
 
         @property
         def stride_tokens(self) -> int:

@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from raydix.schemas.message import Answer, PydanticMessage
 from raydix.schemas.namespace import unframe_namespace
-from raydix.schemas.requests import LeaseId
+from raydix.schemas.requests import DEVICE, LeaseId, TierName
 from raydix.schemas.tokens import TokenIds
 
 SlimEventKind = Literal[
@@ -120,7 +120,7 @@ class BlockStored(PydanticMessage):
     parent_block_hash: int | None = Field(description="of the block before the first one; None: none is before it")
     token_ids: TokenIds = Field(description="one per token; where keys are pairs of tokens, the first of each pair")
     block_size: int = Field(gt=0, description="tokens of a block")
-    medium: str = Field(description='where the KV is: "GPU" or "CPU"')
+    medium: str = Field(description='where the KV is: "GPU", "CPU" or "STORAGE"')
     namespace: str | None = Field(default=None, description="as `frame_namespace` gives it; None: the default one")
     group_idx: int | None = Field(default=None, description="the kind of data that was stored; None: there is one kind")
     kv_cache_spec_kind: str | None = Field(
@@ -163,7 +163,7 @@ class BlockRemoved(PydanticMessage):
     """Blocks of one namespace were removed."""
 
     block_hashes: BlockHashes
-    medium: str = Field(description='where the KV was: "GPU" or "CPU"')
+    medium: str = Field(description='where the KV was: "GPU", "CPU" or "STORAGE"')
     group_idx: int | None = Field(default=None, description="the kind of data that was removed, as of `BlockStored`")
 
     @model_serializer
@@ -358,7 +358,7 @@ class Blocks(NamedTuple):
     """The part of full events that slim ones lack. An event without pages has all of these of the event before it.
 
     Attributes:
-        medium: where the KV of all events is: "GPU" or "CPU".
+        medium: where the KV of all events is: "GPU", "CPU" or "STORAGE".
         parents: for each event `PagesStored` the hash of the page before its first one; None: none is before it.
         token_ids: for each the ids of all its pages, as in `TokenIds.data`.
         namespaces: for each its namespace.
@@ -448,13 +448,16 @@ def _full_events(batch: SlimEventBatch, blocks: Blocks) -> tuple[KVEvent, ...]:
 
 
 class NextEvents(PydanticMessage):
-    """Ask for the events after `after_seq`; the cache waits for one if there are none."""
+    """Ask for a tier's events after `after_seq`; the cache waits for one if there are none."""
 
     session_id: LeaseId
     epoch: str
     after_seq: int = Field(ge=0, strict=True)
+    tier: TierName = DEVICE
     timeout_s: float = Field(ge=0, le=60, description="after this time the cache answers with an empty batch")
 
 
 class EventSnapshotRequest(PydanticMessage):
-    """Ask for a snapshot of every stored block."""
+    """Ask for a snapshot of every stored block of a tier."""
+
+    tier: TierName = DEVICE

@@ -63,6 +63,11 @@ class ExplainResponse(PydanticMessage):
     other_extra_key: str | None = Field(default=None, description="that namespace's fields")
     other_lora_id: str | None = None
     other_cache_salt: str | None = None
+    host_len: int = Field(
+        default=0,
+        description="leading tokens that can be used now or loaded from the host tier; 0: there is no host tier",
+    )
+    was_dropped: bool = Field(default=False, description="an evicted part was not written to the host tier before")
 
     def __str__(self) -> str:
         when = "" if self.seconds_ago is None else f", {self.seconds_ago:.1f} s ago"

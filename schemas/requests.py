@@ -58,6 +58,11 @@ Priority = Annotated[
 ]
 TimeoutSeconds = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 Place = Annotated[int, Field(ge=0, strict=True)]
+MAX_TIER = 16  # characters
+TierName = Annotated[
+    str, Field(min_length=1, max_length=MAX_TIER, description='"device": the pool; "host": the tier in host memory')
+]
+DEVICE: TierName = "device"
 
 
 class OpenSession(PydanticMessage):
@@ -100,7 +105,7 @@ class MatchRequest(PydanticMessage):
 
 
 class LockRequest(PydanticMessage):
-    """Match and lock in one step, without allocating. `lease_id` is the client's, so a retry is harmless."""
+    """Match and lock in one step; only a load gets slots. `lease_id` is the client's, so a retry is harmless."""
 
     takes_slots: ClassVar[bool] = True
     token_field: ClassVar[str | None] = "tokens"
@@ -114,6 +119,11 @@ class LockRequest(PydanticMessage):
         default=None, description="offer the lease in the same step; None: it is not offered"
     )
     offer_s: OfferSeconds = Field(default=None, description="how long that offer is valid; None: as configured")
+    timeout_s: TimeoutSeconds = Field(
+        default=0.0, description="seconds to wait for room for a load; then nothing is loaded; None: as configured"
+    )
+    load: bool = Field(default=True, description="load what the tiers below have of the prefix")
+    load_timeout_s: TimeoutSeconds = Field(default=None, description="seconds for the load; None: as configured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,8 @@ class AcquireRequest(Message):
         timeout_s: seconds to wait for room; None: as configured.
         resumed: the request was preempted before: it is counted apart.
         boundary_state: the lease gets a second state slot if there is one.
+        load: load what the tiers below have of the prefix, before the lease is handed out.
+        load_timeout_s: seconds for the load; None: as configured. The lease then has the prefix that is there.
     """
 
     takes_slots: ClassVar[bool] = True
@@ -145,6 +157,8 @@ class AcquireRequest(Message):
     timeout_s: TimeoutSeconds = None
     resumed: bool = False
     boundary_state: bool = False
+    load: bool = True
+    load_timeout_s: TimeoutSeconds = None
 
     def check(self) -> None:
         """Apply the rules of the fields. Values that most requests have are compared here, which takes less time."""
@@ -172,6 +186,10 @@ class AcquireRequest(Message):
         if not type(self.resumed) is type(self.boundary_state) is bool:
             apply_rule(self, "resumed")
             apply_rule(self, "boundary_state")
+        if type(self.load) is not bool:
+            apply_rule(self, "load")
+        if self.load_timeout_s is not None:
+            apply_rule(self, "load_timeout_s")
 
     __post_init__ = check  # type: ignore[misc]  # every message is checked
 
@@ -316,9 +334,19 @@ class AdoptRequest(PydanticMessage):
 
 
 class EvictRequest(PydanticMessage):
-    """Evict the KV of at least `num_tokens` tokens, or all unlocked KV if there is less."""
+    """Evict the KV of at least `num_tokens` tokens from a tier, or all its unlocked KV if there is less."""
 
     num_tokens: Count
+    tier: TierName = DEVICE
+
+
+class PrefetchRequest(PydanticMessage):
+    """Load into the pool what the tiers below have of the prefix of `tokens`, for no lease."""
+
+    token_field: ClassVar[str | None] = "tokens"
+
+    tokens: Tokens
+    namespace: Namespace = None
 
 
 class ResetRequest(PydanticMessage):

@@ -32,6 +32,11 @@ class MatchResponse(PydanticAnswer):
         default=None,
         description="a length beyond prefix_len at which publishing a state or window would pay; else None",
     )
+    host_len: int = Field(
+        default=0,
+        description="leading tokens with KV that can be used now or loaded from the host tier; never shorter than "
+        "prefix_len; 0: there is no host tier",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class LeaseResponse(Answer):
         swa_page_starts: int32: each page in the window pool; 0: gone.
         state_slot: the lease's own recurrent state.
         boundary_slot: the lease's own slot for a copy of its state at the end of a page.
+        loaded_len: tokens of prefix_len that were loaded from the host tier for this lease.
     """
 
     lease_id: str
@@ -55,6 +61,7 @@ class LeaseResponse(Answer):
     swa_page_starts: bytes = field(default=b"", repr=False)
     state_slot: int | None = None
     boundary_slot: int | None = None
+    loaded_len: int = 0
 
 
 class AdoptResponse(PydanticAnswer):
@@ -72,10 +79,11 @@ class RevokeResponse(PydanticAnswer):
 
 
 class WaitingResponse(PydanticAnswer):
-    """The request waits in the queue for free slots. A `WaitRequest` with its ticket returns the outcome."""
+    """The request waits for free slots, or for a load. A `WaitRequest` with its ticket returns the outcome."""
 
     ticket: int
-    position: int = Field(description="requests before it in the queue")
+    position: int = Field(description="requests before it in the queue; 0 if it waits for a load")
+    loading_tokens: int = Field(default=0, description="tokens that its load, or that of another request, brings")
 
 
 class ExtendResponse(PydanticAnswer):
@@ -119,6 +127,12 @@ class EvictResponse(PydanticAnswer):
     """The outcome of an eviction."""
 
     num_evicted: int = Field(description="tokens evicted: their slots are free now")
+
+
+class PrefetchResponse(PydanticAnswer):
+    """The outcome of a prefetch."""
+
+    num_tokens: int = Field(description="tokens that are being loaded; 0: nothing is to be loaded, or there is no room")
 
 
 class RetireResponse(PydanticAnswer):

@@ -43,6 +43,43 @@ class PoolStats(PydanticMessage):
     evicted: int = Field(default=0, description="slots evicted for any cause, with their pages or alone")
 
 
+class TierStats(PydanticMessage):
+    """A tier below the pool: its slots, and the copies between it and the pool.
+
+    The slots keep the rule of the pool's: `free + private + tree + quarantined == num_slots`.
+    """
+
+    state: str = Field(
+        description='"ready"; "reserving": its memory is being reserved; "closed"; else why the tier is not there'
+    )
+    pinned: bool = Field(default=False, description="whether its memory is registered with CUDA")
+    policy: str = Field(description="which unlocked leaf is evicted first")
+    slots: PoolStats
+    swa: PoolStats | None = Field(default=None, description="its window slots, if there are any")
+    states: PoolStats | None = Field(default=None, description="its recurrent states, if there are any")
+    tokens_written: int = Field(default=0, description="tokens that came from the pool")
+    tokens_loaded: int = Field(default=0, description="of tokens_reused, the tokens that were loaded from here")
+    tokens_loaded_unused: int = Field(
+        default=0, description="tokens that were loaded by a prefetch, or for a lease that ended meanwhile"
+    )
+    tokens_dropped: int = Field(default=0, description="tokens evicted from the pool before they were written")
+    tokens_failed: int = Field(default=0, description="tokens whose copies failed, were late, or were cancelled")
+    writes_refused: int = Field(default=0, description="moves for which the tier had no room")
+    states_not_published: int = Field(default=0, description="loaded states for which the pool had no second slot")
+    loads: dict[str, int] = Field(
+        default_factory=dict, description="loads by their end: whole, cancelled, late, failed, closed"
+    )
+    writes: dict[str, int] = Field(default_factory=dict, description="batches of writes by their end, as loads")
+    moves_in_flight: int = 0
+    loading_requests: int = Field(default=0, description="requests that wait for a load")
+    loaded_bytes: int = 0
+    load_s: float = Field(default=0.0, description="seconds of the copies of loads")
+    written_bytes: int = 0
+    write_s: float = Field(default=0.0, description="seconds of the copies of writes")
+    queued_bytes: int = Field(default=0, description="bytes of loads and writes that are still to be copied")
+    longest_chunk_ms: float = Field(default=0.0, description="the longest time of one call of a copy")
+
+
 class TenantStats(PydanticMessage):
     """The slots that one tenant holds, and its limits."""
 
@@ -186,7 +223,7 @@ class CacheStats(PydanticMessage):
     )
     too_large: TooLarge = Field(default=TooLarge(), description="of the refused acquires, those that can never fit")
     probes: int
-    waited: int = Field(description="acquires and extends that had to wait for slots")
+    waited: int = Field(description="requests that had to wait for slots")
     wait_time: Histogram = Field(description="seconds that each of these waited, however that ended")
     acquire_latency: Histogram = Field(
         description="seconds from the arrival of an `acquire` at the cache to its answer, granted or refused, waits "
@@ -205,6 +242,7 @@ class CacheStats(PydanticMessage):
     eviction_task: EvictionTaskStats
     swa: PoolStats | None = Field(default=None, description="the sliding-window pool, if there is one")
     state: PoolStats | None = Field(default=None, description="the recurrent states, if there are any")
+    host: TierStats | None = Field(default=None, description="the tier in host memory, if there is one")
     tenants: tuple[TenantStats, ...] = Field(default=(), description="if there are any, as configured; then the rest")
     ghost: GhostStats | None = Field(default=None, description="other sizes of the pool, if `CacheConfig.ghost` is set")
 

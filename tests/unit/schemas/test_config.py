@@ -11,6 +11,7 @@ from raydix.schemas import (
     CacheConfig,
     EvictionConfig,
     GhostConfig,
+    HostConfig,
     LeaseConfig,
     MetricsConfig,
     PoolConfig,
@@ -402,6 +403,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "events": "full",
         "events_stride_tokens": 64,
         "ghost": GhostConfig(),
+        "host": HostConfig(num_slots=64),
         "json_logs": True,
         "metrics": MetricsConfig(),
         "tenants": (TenantConfig(name="a", floor_slots=8),),
@@ -534,12 +536,27 @@ DEFAULTS: dict[int, dict[type[BaseModel], dict[str, Any]]] = {
 
 
 DEFAULTS[2] = DEFAULTS[3] = DEFAULTS[4] = DEFAULTS[5] = DEFAULTS[6] = DEFAULTS[1]
+DEFAULTS[7] = DEFAULTS[1] | {
+    CacheConfig: DEFAULTS[1][CacheConfig] | {"host": None},
+    HostConfig: {
+        "num_swa_slots": None,
+        "num_state_slots": None,
+        "policy": "2q",
+        "admit": "all",
+        "reserve": 0.2,
+        "write_mib_s": None,
+        "high_watermark": 1.0,
+        "low_watermark": 1.0,
+        "pin": None,
+        "load_timeout_s": 2.0,
+    },
+}
 
 
 def test_a_default_that_changes_gets_a_new_protocol_number() -> None:
     defaults = {
         model: {name: field.get_default() for name, field in model.model_fields.items() if not field.is_required()}
-        for model in DEFAULTS[1]
+        for model in DEFAULTS[PROTOCOL]
     }
 
     assert PROTOCOL in DEFAULTS, "a new protocol: add its defaults to the table, and leave the others as they are"
@@ -578,3 +595,48 @@ def test_what_is_said_of_a_difference_is_of_bounded_length_and_shows_no_control_
 
 def test_a_configuration_survives_pickling() -> None:
     assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("fields", "host", "message"),
+    [
+        ({"kind": "chunk"}, {}, "host is for kinds 'radix' and 'mamba', not 'chunk'"),
+        ({"kind": "trie"}, {}, "host is for kinds 'radix' and 'mamba', not 'trie'"),
+        ({"kind": "slots", "max_seq_len": 16}, {}, "host is for kinds 'radix' and 'mamba', not 'slots'"),
+        ({"eviction": EvictionConfig(high_watermark=1.0)}, {}, "host needs eviction.high_watermark below 1.0"),
+        ({}, {"num_slots": 0}, "num_slots"),
+        ({}, {"num_slots": -4}, "num_slots"),
+        ({}, {"num_slots": 66}, r"host.num_slots \(66\) must be a multiple of page_size \(4\): set it to 64"),
+        ({}, {"num_swa_slots": 8}, "host.num_swa_slots needs sliding_window_size"),
+        ({"sliding_window_size": 8}, {"num_swa_slots": 6}, r"host.num_swa_slots \(6\) must be a multiple"),
+        ({}, {"num_state_slots": 8}, "host.num_state_slots is for kind 'mamba'"),
+        ({}, {"load_timeout_s": -1.0}, "load_timeout_s"),
+        ({}, {"write_mib_s": 0}, "write_mib_s"),
+        ({}, {"reserve": 0}, "reserve"),
+        ({}, {"reserve": 1}, "reserve"),
+        ({}, {"high_watermark": 0.5, "low_watermark": 0.5}, r"low_watermark \(0.5\) must be below"),
+        ({}, {"policy": "arc"}, "policy"),
+    ],
+)
+def test_a_host_tier_that_does_not_fit_is_refused(fields: dict[str, Any], host: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CacheConfig(**{"page_size": 4, "pool": POOL} | fields, host=HostConfig(**{"num_slots": 64} | host))
+
+
+def test_a_cache_without_tensors_may_have_a_host_tier_without_the_task() -> None:
+    config = CacheConfig(
+        pool=PoolConfig(num_slots=8), eviction=EvictionConfig(high_watermark=1.0), host=HostConfig(num_slots=32)
+    )
+
+    assert config.host_sizes == (32, 0, 0)
+
+
+def test_the_sizes_of_a_host_tier_are_in_proportion_unless_given() -> None:
+    pool = PoolConfig(num_slots=64, num_swa_slots=16, num_state_slots=3)
+    config = CacheConfig(kind="mamba", page_size=4, pool=pool, sliding_window_size=8, host=HostConfig(num_slots=160))
+    given = HostConfig(num_slots=160, num_swa_slots=8, num_state_slots=1)
+
+    assert config.host_sizes == (160, 40, 7)
+    assert config.model_copy(update={"host": given}).host_sizes == (160, 8, 1)
+    with pytest.raises(ValueError, match="no host tier"):
+        _ = CONFIG.host_sizes

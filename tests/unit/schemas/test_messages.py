@@ -68,8 +68,10 @@ BY_NAME: dict[str, Any] = {
     "owners": (LeaseOwner(owner="a", leases=2, slots=32, oldest_s=1.5),),
     "tenants": (TenantStats(name="a", held_slots=3, evictable_slots=2, floor_slots=1, cap_slots=5, tokens_evicted=7),),
     "block_hashes": [2**63 - 1, -(2**63)],
+    "loads": {"late": 1},
     "refusals": {"no_wait": 1},
     "restart_causes": {"ended by Ray": 1},
+    "writes": {"failed": 1},
     "fields": {"rope_theta": 1e4},
     "bound": ("a", None),
 }
@@ -338,6 +340,8 @@ class _AcquireRules(_Rules):
     timeout_s: TimeoutSeconds = None
     resumed: bool = False
     boundary_state: bool = False
+    load: bool = True
+    load_timeout_s: TimeoutSeconds = None
 
 
 class _InsertRules(_Rules):
@@ -369,7 +373,7 @@ class _BatchRules(_Rules):
 RULES = {AcquireRequest: _AcquireRules, InsertRequest: _InsertRules, Batch: _BatchRules}
 FREQUENT: dict[type[Message], tuple[Values, list[list[Any]]]] = {  # a request's values, and others in place of each
     AcquireRequest: (
-        ("l", TOKENS, None, 0, None, 0, None, True, False),
+        ("l", TOKENS, None, 0, None, 0, None, True, False, True, None),
         [
             ["", "l" * 128, "l" * 129, None, b"l"],
             [WIDE, [1, 2], EMPTY, TORN, TokenIds("abcd", 4), None],  # type: ignore[arg-type]
@@ -380,6 +384,8 @@ FREQUENT: dict[type[Message], tuple[Values, list[list[Any]]]] = {  # a request's
             [0, 1.5, -1, float("nan"), float("inf"), "soon"],
             [1, "perhaps", None],
             [True, 1, None],
+            [False, 1, "perhaps", None],
+            [0, 1.5, -1, float("nan"), float("inf"), "soon"],
         ],
     ),
     InsertRequest: (
@@ -458,10 +464,10 @@ def test_the_hit_rate_is_reused_tokens_as_a_share_of_requested_ones(requested: i
 
 
 def test_an_answer_of_another_version_says_that_versions_differ() -> None:
-    packed = pickled(restore, LeaseResponse, *range(8))
-    row_of_one_more = pickle.dumps((1, "epoch", [(4, *range(8))]))
+    packed = pickled(restore, LeaseResponse, *range(9))
+    row_of_one_more = pickle.dumps((1, "epoch", [(4, *range(9))]))
 
-    with pytest.raises(ValueError, match=r"^a LeaseResponse has 7 fields here, 8 where it was made: the versions"):
+    with pytest.raises(ValueError, match=r"^a LeaseResponse has 8 fields here, 9 where it was made: the versions"):
         pickle.loads(packed)
     for answer in (packed, row_of_one_more):
         with pytest.raises(CacheError, match="the versions of raydix differ on both sides"):

@@ -35,6 +35,7 @@ TOKEN_FIELDS = {
     "InsertRequest": "suffix",
     "LockRequest": "tokens",
     "MatchRequest": "tokens",
+    "PrefetchRequest": "tokens",
 }
 TRACED = {
     "AbortRequest": "abort",
