@@ -28,6 +28,11 @@ class NamespaceUse:
             counts[1] += len(lease.key)
             counts[2] += lease.prefix_len
 
+    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
+        """Count loaded tokens as part of the hit."""
+        if not lease.resumed:
+            self._counts_of(lease.key)[2] += num_tokens
+
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Count the tokens of a refused request, which are in no hit rate."""
         self._counts_of(key)[3] += len(key)

@@ -51,6 +51,9 @@ class TrafficRecorder:
         if not lease.resumed and (since := self._since_begun()) is not None:
             self._open[lease] = since, lease.key
 
+    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
+        """Do nothing: a recording has requests, not hits."""
+
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Record a request that can never fit. Callers repeat other refused requests."""
         if not can_ever_fit and (since := self._since_begun()) is not None:

@@ -44,25 +44,28 @@ from raydix.actors.observe.ghost import Ghost
 from raydix.actors.observe.insight import Insight
 from raydix.actors.observe.loop_lag import LoopLag
 from raydix.actors.observe.recordings import Recordings
-from raydix.actors.service.core_factory import build_core
+from raydix.actors.service.core_factory import build_core, build_moves, host_gauge
 from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.event_readers import EventReaders
-from raydix.actors.service.eviction_task import EvictionTask
+from raydix.actors.service.eviction_task import EvictionTask, PoolGauge
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.service.request_handlers import NO_EVENTS, Answer, RequestHandlers
-from raydix.actors.service.stats import core_stats
+from raydix.actors.service.stats import core_stats, tier_stats
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.deadlocks import Deadlocks
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.lease_owners import LeaseOwners
 from raydix.actors.sessions.model_bindings import ModelBindings
+from raydix.actors.sessions.refusals import Refusals
 from raydix.actors.sessions.session_reaper import SessionReaper
 from raydix.actors.sessions.session_table import Session
 from raydix.actors.sessions.wait_queue import WaitQueue
+from raydix.actors.tiers.tier_manager import TierManager
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.validation import checked_message, checked_seconds
 from raydix.cache_core import KVPool, OutOfSlotsError, RecordPool
+from raydix.cache_core.leases.lease_table import TIERS
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -125,20 +128,23 @@ class CacheService:
         self._closed = self._draining = False
         self.clock = clock
         self._batch_size = Distribution(BATCH_SIZES)
-        self._lock_latency = Distribution(ACQUIRE_S)
         self._insert_latency = Distribution(ACQUIRE_S)
         self.wait_queue = WaitQueue(config.leases.max_waiters, clock)
         self.core, gauges = build_core(config, pool, self._on_pressure)
+        self.tiers = self._make_tiers(pool, gauges)
         self.bindings = ModelBindings(self.core, config.fingerprint)
         self.reaper = SessionReaper(config.leases, self.core, self.wait_queue, self._after_session, clock)
         self.sessions = self.reaper.sessions
-        self.eviction_task = EvictionTask(config.eviction, gauges, self.core.reclaim, self._serve_queue)
+        write_ahead = None if self.tiers is None or self.tiers.is_instant else self.tiers.write_ahead
+        self.eviction_task = EvictionTask(config.eviction, gauges, self._reclaim, self._serve_queue, write_ahead)
         self.offers = LeaseOffers(self.core, config.leases.grant_timeout_s, self._serve_queue, clock)
         self._owners = LeaseOwners(self.core, self.sessions)
         self.lag = LoopLag()
-        timeout_s = config.leases.acquire_timeout_s
-        self._admission = Admission(self.core, self.wait_queue, self._owners, self.bindings, timeout_s)
-        self._deadlocks = Deadlocks(self.core, self.wait_queue, self._admission)
+        self._refusals = Refusals(self.core, self._owners)
+        self._admission = Admission(
+            self.core, self.wait_queue, self._refusals, self.bindings, self.offers, self.tiers, config.leases
+        )
+        self._deadlocks = Deadlocks(self.core, self.wait_queue, self._refusals)
         self.feed: EventFeed | None = None
         self._readers = EventReaders(clock)
         if config.events == "slim":
@@ -157,6 +163,7 @@ class CacheService:
             self._admission,
             self.offers,
             self.bindings,
+            self.tiers,
             self.feed,
             self.stats,
             self.insight.unused_s,
@@ -167,8 +174,32 @@ class CacheService:
         if self.ghost is not None:
             self.core.observers.append(self.ghost.curve)
 
+    def _make_tiers(self, pool: KVPool | RecordPool | None, gauges: list[PoolGauge]) -> TierManager | None:
+        """Return the manager of the tier below the pool, and add its gauge; None without a tier."""
+        host = self.config.host
+        if host is None:
+            return None
+        moves = build_moves(self.config, self.core, pool, self._on_pressure)
+        if host.high_watermark < 1.0:
+            gauges.append(host_gauge(host, moves))
+        tiers = TierManager(self.config, moves, pool, self.epoch, self._after_moves)
+        tiers.may_write = lambda: not (self._draining or self.wait_queue.waiting)
+        return tiers
+
     def _on_pressure(self) -> None:
-        self.eviction_task.wake()
+        self.eviction_task.note_pressure()
+
+    def _after_moves(self) -> None:
+        """Serve the queue after moves between tiers have ended, and have more written."""
+        if not self._closed:
+            self.eviction_task.wake()
+            self._serve_queue()
+
+    def _reclaim(self, max_tokens: int) -> int:
+        """Free about so many slots of retired namespaces, in all tiers; return their number."""
+        freed = self.core.reclaim(max_tokens)
+        below = self.core.below
+        return freed if freed or below is None else below.reclaim(max_tokens)
 
     # ---------------------------------------------------------------- sessions
 
@@ -176,6 +207,8 @@ class CacheService:
         """Begin a session, or go on with it if it is open; start the background tasks on the running loop."""
         self.check_taking()
         checked_message(OpenSession, request)
+        if request.session_id == TIERS:
+            raise InvalidRequest(f"session_id must not be {TIERS!r}: moves between tiers have it. Choose another id")
         if request.config_digest not in (None, self.config.digest()):
             raise ConfigMismatch(
                 f"the cache runs with configuration {self.config.digest()}, not {request.config_digest!r:.80}: "
@@ -185,6 +218,8 @@ class CacheService:
         session = self.reaper.open(request)
         if has_come_back:
             self.bindings.lapse(request.session_id, request.bound, request.bound_more)
+        if self.tiers is not None:
+            self.tiers.start()
         self.eviction_task.start()
         self.lag.start()
         self.insight.start()
@@ -198,6 +233,8 @@ class CacheService:
         self.lag.stop()
         self.insight.stop()
         self.wait_queue.change_loop()
+        if self.tiers is not None:
+            self.tiers.stop_copies()
         self.recordings.change_loop()
         if self.feed is not None:
             self.feed.change_loop()
@@ -264,9 +301,10 @@ class CacheService:
         deadline = time.monotonic() + checked_seconds(drain_s)
         self._draining = True
         self.wait_queue.refuse_all(CacheUnavailable(_DRAINING))
-        while len(self.core.leases) and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
+        leases = self.core.leases
+        while leases.num_of_clients and time.monotonic() < deadline:  # noqa: ASYNC110 -- once in a life
             await asyncio.sleep(_DRAIN_POLL_S)
-        return len(self.core.leases)
+        return leases.num_of_clients
 
     async def close(self) -> None:
         """Refuse new sessions, end the open ones, stop the background task."""
@@ -280,6 +318,8 @@ class CacheService:
         if self.recordings.status() is not None:
             await self.recordings.stop()
         await self.eviction_task.stop()
+        if self.tiers is not None:
+            self.tiers.close()
 
     # ---------------------------------------------------------------- execution
 
@@ -345,25 +385,25 @@ class CacheService:
             arrived_at = self.clock()
         self._batch_size.add(len(requests))
         admission, handlers, dispatch = self._admission, self._handlers, self._dispatch
-        num_acquires, num_locks, num_inserts = admission.num_acquires, handlers.num_locks, handlers.num_inserts
+        num_acquires, num_locks, num_inserts = admission.num_acquires, admission.num_locks, handlers.num_inserts
         responses = tuple([dispatch(session.session_id, request) for request in requests])
         if self.wait_queue.waiting:
             self._serve_queue()
         if self.feed is not None:
             self.feed.note_load()
         num_acquires = admission.num_acquires - num_acquires
-        num_locks, num_inserts = handlers.num_locks - num_locks, handlers.num_inserts - num_inserts
+        num_locks, num_inserts = admission.num_locks - num_locks, handlers.num_inserts - num_inserts
         if num_acquires or num_locks or num_inserts:
             took_s = self.clock() - arrived_at
             if num_acquires:
                 self.wait_queue.acquire_latency.add(took_s, num_acquires)
             if num_locks:
-                self._lock_latency.add(took_s, num_locks)
+                self.wait_queue.lock_latency.add(took_s, num_locks)
             if num_inserts:
                 self._insert_latency.add(took_s, num_inserts)
         if self.config.validate:
             try:
-                self.core.check_invariants()
+                (self.core if self.tiers is None else self.tiers).check_invariants()
             except AssertionError as error:
                 raise to_cache_error(error) from error
         return BatchResponse(self.epoch, responses)
@@ -374,15 +414,15 @@ class CacheService:
         if verb is None:
             is_torn = isinstance(request, Malformed)
             text = str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache"
-            return self._admission.count_refusal(InvalidRequest(text))
+            return self._refusals.count(InvalidRequest(text))
         if self._draining and request.takes_slots:
-            return self._admission.count_refusal(CacheUnavailable(_DRAINING))
+            return self._refusals.count(CacheUnavailable(_DRAINING))
         try:
             return verb(session_id, request)
         except OutOfSlotsError as error:
-            return self._admission.refusal(None, error)
+            return self._refusals.exhausted(None, error)
         except Exception as error:  # every failure becomes its caller's typed error
-            return self._admission.count_refusal(to_cache_error(error))
+            return self._refusals.count(to_cache_error(error))
 
     async def wait(self, request: WaitRequest) -> Message:
         """Return the outcome of a queued request."""
@@ -392,7 +432,7 @@ class CacheService:
     def _load(self) -> CacheLoad:
         """Return the load for slim events. O(leases and waiting requests)."""
         leased = unpublished = 0
-        for lease in self.core.leases:
+        for _, lease in self.core.leases.of_clients():
             leased += lease.num_slots
             if not lease.only_locks:
                 unpublished += max(0, len(lease.key) - max(lease.prefix_len, self.core.published_len(lease)))
@@ -443,20 +483,21 @@ class CacheService:
             stale_readers=0 if self.feed is None else self._readers.num_stale(self.feed.seq),
             expired_sessions=self.reaper.num_expired,
             dead_sessions=self.reaper.num_dead,
-            exhausted=self._admission.num_exhausted,
+            exhausted=self._refusals.num_exhausted,
             deadlocks=self._deadlocks.num_broken,
             grants_expired=self.offers.num_expired,
-            refusals=dict(self._admission.refusals),
+            refusals=dict(self._refusals.by_cause),
             waited=self.wait_queue.num_waited,
             wait_time=self.wait_queue.wait_time.histogram(),
             acquire_latency=self.wait_queue.acquire_latency.histogram(),
-            lock_latency=self._lock_latency.histogram(),
+            lock_latency=self.wait_queue.lock_latency.histogram(),
             insert_latency=self._insert_latency.histogram(),
             batch_size=batch_size,
             batches=batch_size.count,
             requests=int(batch_size.sum),
             loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
+            host=None if self.tiers is None else tier_stats(self.tiers, self.wait_queue.num_loading),
             **core_stats(self.core),
         )
         return stats if self.ghost is None else stats.model_copy(update={"ghost": self.ghost.stats(stats.hit_rate)})

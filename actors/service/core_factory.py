@@ -1,4 +1,4 @@
-"""`build_core`: the core that a configuration asks for."""
+"""`build_core`: the core that a configuration asks for; `build_moves`: the tier below it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ from raydix.cache_core import (
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.cache_core.pool.pool_checks import PoolChecks
+from raydix.cache_core.tiers.moves import Moves
+from raydix.cache_core.tiers.page_records import PageRecords
+from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
-from raydix.schemas import CacheConfig
+from raydix.schemas import CacheConfig, EvictionConfig, HostConfig
+from raydix.schemas.config import TierSizes
 
 
 def build_core(
@@ -40,6 +44,38 @@ def build_core(
         assert not isinstance(pool, RecordPool), "the configuration refuses opaque pools of whole rows"
         return _build_rows(config, config.max_seq_len, pool, on_pressure)
     return _build_tree(config, pool, on_pressure)
+
+
+def build_moves(
+    config: CacheConfig, core: LeasedCache, pool: KVPool | RecordPool | None, on_pressure: Callable[[], None]
+) -> Moves:
+    """Return the moves between a cache and its host tier.
+
+    Args:
+        config: of the cache; it has `host`.
+        core: the cache.
+        pool: the tensors; None: there are none.
+        on_pressure: called when slots of the tier run short.
+    """
+    host, sizes, page = config.host, config.host_sizes, config.page_size
+    assert host is not None and isinstance(core, KVCache), "the configuration refuses other kinds"
+    allocator = _make_allocator(sizes, page, config.sliding_window_size)
+    states = MambaPool(sizes.num_state_slots) if sizes.num_state_slots else None
+    tree = _make_tree(config, host.policy, allocator, states)
+    floor = 0 if host.high_watermark == 1.0 else sizes.num_slots - int(host.high_watermark * sizes.num_slots)
+    below = KVCache(tree, allocator, floor, on_pressure, states=states, bigram=config.bigram)
+    records = None if pool is None else PageRecords(pool)
+    page_bytes = 0 if records is None else records.num_bytes("full") + records.num_bytes("swa")
+    return Moves(Tier("device", "GPU", core), Tier("host", "CPU", below), page_bytes)
+
+
+def host_gauge(config: HostConfig, moves: Moves) -> PoolGauge:
+    """Return the gauge of a host tier that the eviction task keeps below its high watermark."""
+    below = moves.lower.cache
+    marks = EvictionConfig(high_watermark=config.high_watermark, low_watermark=config.low_watermark)
+    return PoolGauge(
+        marks, below.num_slots, lambda: below.free_slots, lambda num: below.evict(num, "watermark"), "host slots"
+    )
 
 
 def _build_rows(
@@ -66,24 +102,26 @@ def _build_tree(
     config: CacheConfig, kv_pool: KVPool | RecordPool | None, on_pressure: Callable[[], None]
 ) -> tuple[KVCache, list[PoolGauge]]:
     pool, marks = config.pool, config.eviction
-    allocator = _make_allocator(config)
+    sizes = TierSizes(pool.num_slots, pool.num_swa_slots or pool.num_slots, pool.num_state_slots)
+    allocator = _make_allocator(sizes, config.page_size, config.sliding_window_size)
     states = _make_states(config, kv_pool)
-    tree = _make_tree(config, allocator, states)
+    tree = _make_tree(config, marks.policy, allocator, states)
+    reserve = config.host.reserve if config.host is not None and pool.has_tensors else 0.0
     gauges = [PoolGauge(marks, pool.num_slots, allocator.available_size, lambda num: core.evict(num, "watermark"))]
     swa_floor = state_floor = 0
     if (swa := allocator.swa) is not None:
         window = PoolGauge(marks, swa.num_slots, swa.available_size, lambda num: core.evict_window(num), "window slots")
         gauges.append(window)
-        swa_floor = window.pressure_floor
+        swa_floor = max(window.pressure_floor, int(reserve * swa.num_slots))
     if states is not None:
         state = PoolGauge(marks, states.num_slots, states.available_size, lambda num: core.evict_states(num), "states")
         gauges.append(state)
-        state_floor = state.pressure_floor
+        state_floor = max(state.pressure_floor, int(reserve * states.num_slots))
     tenants = (Tenant(tenant.name, tenant.namespace, tenant.floor_slots, tenant.cap_slots) for tenant in config.tenants)
     core = KVCache(
         tree,
         allocator,
-        gauges[0].pressure_floor,
+        max(gauges[0].pressure_floor, int(reserve * pool.num_slots)),
         on_pressure,
         states=states,
         bigram=config.bigram,
@@ -101,11 +139,10 @@ def _checks(config: CacheConfig, pool: KVPool | RecordPool) -> bool:
     return config.validate and pool.storage.device.type == "cpu"
 
 
-def _make_allocator(config: CacheConfig) -> TokenToKVPoolAllocator:
-    num_slots, page_size = config.pool.num_slots, config.page_size
-    if config.sliding_window_size is None:
-        return TokenToKVPoolAllocator(num_slots, page_size)
-    return SWATokenToKVPoolAllocator(num_slots, config.pool.num_swa_slots or num_slots, page_size)
+def _make_allocator(sizes: TierSizes, page_size: int, window: int | None) -> TokenToKVPoolAllocator:
+    if window is None:
+        return TokenToKVPoolAllocator(sizes.num_slots, page_size)
+    return SWATokenToKVPoolAllocator(sizes.num_slots, sizes.num_swa_slots, page_size)
 
 
 def _make_states(config: CacheConfig, kv_pool: KVPool | RecordPool | None) -> MambaPool | None:
@@ -117,12 +154,14 @@ def _make_states(config: CacheConfig, kv_pool: KVPool | RecordPool | None) -> Ma
     return MambaPool(config.pool.num_state_slots, layers=kv_pool.state_tensors(), rows=kv_pool.state_rows())
 
 
-def _make_tree(config: CacheConfig, allocator: TokenToKVPoolAllocator, states: MambaPool | None) -> BasePrefixCache:
+def _make_tree(
+    config: CacheConfig, policy: str, allocator: TokenToKVPoolAllocator, states: MambaPool | None
+) -> BasePrefixCache:
     if config.kind == "chunk":
         return ChunkCache(config.page_size)
     if config.kind == "trie":
         return TriePrefixCache(config.page_size, allocator)
-    window, policy = config.sliding_window_size, config.eviction.policy
+    window = config.sliding_window_size
     if config.kind == "mamba":
         return MambaRadixCache(config.page_size, allocator, states, sliding_window_size=window, eviction_policy=policy)
     return RadixCache(config.page_size, window, allocator, eviction_policy=policy)

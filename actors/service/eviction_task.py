@@ -8,12 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from raydix.actors.tiers.tier_manager import Progress
 from raydix.schemas import EvictionConfig, EvictionTaskStats
 
 logger = logging.getLogger(__name__)
 
 _MIN_STEP, _MAX_STEP = 64, 16_384  # tokens evicted between two looks at the clock
 _BACKOFF_S = 0.1  # the pause after a round that failed
+_REST_S = 0.05  # the pause before KV is written ahead of need: a look at all of it may take a millisecond
 
 
 class PoolGauge:
@@ -42,6 +44,14 @@ class PoolGauge:
         self.free_slots = free_slots
         self.evict = evict
         self.pool = pool
+
+    def is_pressed(self) -> bool:
+        """Return whether fewer slots are free than the floor."""
+        return self.free_slots() < self.pressure_floor
+
+    def is_critical(self) -> bool:
+        """Return whether so few slots are free that eviction must not wait for writes."""
+        return self.free_slots() < self.pressure_floor // 2
 
 
 class Steps:
@@ -77,11 +87,15 @@ class Steps:
 class EvictionTask:
     """Sleeps until `wake`, then evicts down to the low watermark, in slices that let other work in between.
 
+    If there is a tier below the pool, the task first has the KV written that is evicted next, and evicts once that is
+    done, or if the slots become too few meanwhile.
+
     Args:
         config: watermarks and the longest slice.
         gauges: the pools to keep below the marks.
         reclaim: frees about so many slots of retired namespaces; returns the number freed, 0 if none is left.
         after_slice: called after each slice, while slots may have become free.
+        write_ahead: begins to write KV to the tier below; None: there is none.
     """
 
     def __init__(
@@ -90,12 +104,16 @@ class EvictionTask:
         gauges: Sequence[PoolGauge],
         reclaim: Callable[[int], int],
         after_slice: Callable[[], None],
+        write_ahead: Callable[[], Progress] | None = None,
     ) -> None:
         self.enabled = config.high_watermark < 1.0
         self._gauges = gauges if self.enabled else ()
         self._reclaim = reclaim
         self._steps = Steps(config.slice_ms / 1000)
         self._after_slice = after_slice
+        self._write_ahead = write_ahead
+        self._is_evicting = False  # It has been below the floor of a pool, and is not at all goals yet.
+        self._rest: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._rounds = self._slices = self._retired = self._failures = 0
@@ -118,14 +136,29 @@ class EvictionTask:
         if not self.enabled:
             self._start()
 
+    def note_pressure(self) -> None:
+        """Evict soon, or have KV written soon if no pool is below its floor yet: fewer slots are free than wanted."""
+        if self._write_ahead is None or any(gauge.is_pressed() for gauge in self._gauges):
+            self.wake()
+        elif self._rest is None and self._task is not None:
+            self._rest = asyncio.get_running_loop().call_later(_REST_S, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._rest = None
+        self.wake()
+
     def change_loop(self) -> None:
         """Forget the loop that was closed; the next `start` begins on another."""
-        self._task, self._wake, woken = None, asyncio.Event(), self._wake.is_set()
+        self._task, self._rest = None, None
+        self._wake, woken = asyncio.Event(), self._wake.is_set()
         if woken:
             self._wake.set()
 
     async def stop(self) -> None:
         """End the task and wait until it has ended."""
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -151,11 +184,34 @@ class EvictionTask:
         self._steps.begin()
         started = time.thread_time()  # another program may have the core meanwhile
         done = self._reclaim_retired()
-        for gauge in self._gauges:
-            done = self._relieve(gauge) and done
+        if self._write_ahead is None:
+            done = self._relieve_all() and done
+        elif done:
+            done = self._write_and_relieve(self._write_ahead)
         self._slices += 1
         self._longest_slice_s = max(self._longest_slice_s, time.thread_time() - started)
         return done
+
+    def _write_and_relieve(self, write_ahead: Callable[[], Progress]) -> bool:
+        """Have KV written, and evict once that is done, or if slots are very few; return whether the round is over."""
+        progress = write_ahead()
+        while progress is Progress.MORE and not self._steps.done():
+            progress = write_ahead()
+        self._is_evicting = self._is_evicting or any(gauge.is_pressed() for gauge in self._gauges)
+        if not self._is_evicting:
+            return progress is not Progress.MORE
+        if progress is not Progress.AHEAD and not any(gauge.is_critical() for gauge in self._gauges):
+            return progress is Progress.WORKING  # the end of a write wakes the task
+        done = self._relieve_all()
+        self._is_evicting = not done
+        return done
+
+    def _relieve_all(self) -> bool:
+        """Evict from all pools for as long as the slice lasts; return whether their goals are met."""
+        is_done = True
+        for gauge in self._gauges:
+            is_done = self._relieve(gauge) and is_done
+        return is_done
 
     def _reclaim_retired(self) -> bool:
         """Free retired slots for as long as the slice lasts; return whether none is left."""

@@ -11,6 +11,7 @@ from raydix.actors.sessions.admission import Admission, key_of, packed
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.wait_queue import WaitQueue
+from raydix.actors.tiers.tier_manager import TierManager
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.outline import OutlineLimits
 from raydix.schemas import (
@@ -40,6 +41,8 @@ from raydix.schemas import (
     MatchResponse,
     Message,
     PackedEvents,
+    PrefetchRequest,
+    PrefetchResponse,
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
@@ -62,6 +65,7 @@ from raydix.schemas import (
     namespaces_of,
     unframe_namespace,
 )
+from raydix.schemas.requests import DEVICE
 
 NO_EVENTS = "this cache publishes no events: start it with CacheConfig(events='full') or events='slim'"
 
@@ -74,7 +78,6 @@ class RequestHandlers:
     Attributes:
         verbs: by type, the function that takes a session's id and its request, and returns the response. It may also
             return an error, which is then not counted, or raise one.
-        num_locks: `lock` requests so far, granted or refused.
         num_inserts: `insert` requests so far, published or refused.
 
     Args:
@@ -84,6 +87,7 @@ class RequestHandlers:
         admission: of leases that begin or grow.
         offers: leases that were granted and not adopted yet.
         bindings: of sessions to models.
+        tiers: below the pool; None: there is none.
         feed: of events; None: the cache publishes none.
         stats: returns all counts.
         unused_s: returns the seconds since a tick of the cache's clock, if it has one.
@@ -97,6 +101,7 @@ class RequestHandlers:
         admission: Admission,
         offers: LeaseOffers,
         bindings: ModelBindings,
+        tiers: TierManager | None,
         feed: EventFeed | None,
         stats: Callable[[], CacheStats],
         unused_s: Callable[[int], float | None],
@@ -107,12 +112,13 @@ class RequestHandlers:
         self._admission = admission
         self._offers = offers
         self._bindings = bindings
+        self._tiers = tiers
         self._feed = feed
         self._unused_s = unused_s
-        self.num_locks = self.num_inserts = 0
+        self.num_inserts = 0
         self.verbs: dict[type[Message], Callable[[str, Any], Answer]] = {
             MatchRequest: self._match,
-            LockRequest: self._lock,
+            LockRequest: admission.lock,
             AcquireRequest: admission.acquire,
             InsertRequest: self._insert,
             ExtendRequest: admission.extend,
@@ -126,6 +132,7 @@ class RequestHandlers:
             TakeBackRequest: self._take_back,
             BindModelRequest: self._bind_model,
             EvictRequest: self._evict,
+            PrefetchRequest: self._prefetch,
             ResetRequest: self._reset,
             RetireRequest: self._retire,
             SetWeightsRequest: self._set_weights,
@@ -138,11 +145,14 @@ class RequestHandlers:
         }
 
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
-        match = self._core.match(key_of(request.tokens, request.namespace))
+        key = key_of(request.tokens, request.namespace)
+        match = self._core.match(key)
+        host_len = 0 if self._tiers is None else max(match.prefix_len, self._tiers.longest_prefix(key))
         return MatchResponse(
             prefix_len=match.prefix_len,
             full_prefix_len=max(match.prefix_len, match.full_prefix_len),
             branching_len=match.mamba_branching_seqlen,
+            host_len=host_len,
         )
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
@@ -179,13 +189,6 @@ class RequestHandlers:
         self._core.release(request.lease_id, session_id)
         return Ack()
 
-    def _lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
-        self.num_locks += 1
-        response = self._admission.lock(session_id, request)
-        if request.offer_id is not None:
-            self._offers.offer(request.lease_id, session_id, request.offer_id, request.offer_s)
-        return response
-
     def _grant(self, session_id: str, request: GrantRequest) -> LeaseResponse:
         return self._admission.lease_response(
             self._offers.offer(request.lease_id, session_id, request.offer_id, request.timeout_s)
@@ -215,7 +218,17 @@ class RequestHandlers:
         return BindModelResponse(generation=self._bindings.bind(session_id, request.lora_id, request.fingerprint))
 
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
-        return EvictResponse(num_evicted=self._core.evict(request.num_tokens))
+        if self._tiers is not None:
+            core: LeasedCache = self._tiers.tier(request.tier).cache
+        elif request.tier == DEVICE:
+            core = self._core
+        else:
+            raise InvalidRequest(f"tier must be {DEVICE!r}, as this cache has no other, not {request.tier!r}")
+        return EvictResponse(num_evicted=core.evict(request.num_tokens))
+
+    def _prefetch(self, session_id: str, request: PrefetchRequest) -> PrefetchResponse:
+        key = key_of(request.tokens, request.namespace)
+        return PrefetchResponse(num_tokens=0 if self._tiers is None else self._tiers.prefetch(key))
 
     def _reset(self, session_id: str, request: ResetRequest) -> Ack:
         self._bindings.end_all()
@@ -272,5 +285,5 @@ class RequestHandlers:
         return self._feed.snapshot(core.resident_pages(), core.pending_pages(), core.usable_ends())
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
-        self._core.check_invariants()
+        (self._core if self._tiers is None else self._tiers).check_invariants()
         return Ack()

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from raydix.actors.tiers.tier_manager import TierManager
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.kernels import CORE
 from raydix.cache_core.leases.results import PoolSizes
 from raydix.cache_core.outline import Outline
-from raydix.schemas import PoolStats, TenantStats, TooLarge, TreeBranch, TreeResponse, unframe_namespace
+from raydix.schemas import PoolStats, TenantStats, TierStats, TooLarge, TreeBranch, TreeResponse, unframe_namespace
 
 
 def core_stats(core: LeasedCache) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
         "quarantined_slots": core.quarantined_slots,
         "evictable_slots": core.evictable_size(),
         "protected_slots": core.protected_size(),
-        "open_leases": len(core.leases),
+        "open_leases": core.leases.num_of_clients,
         "oldest_lease_s": 0.0 if (since := core.leases.oldest_since) is None else time.monotonic() - since,
         "acquires": counters.acquires,
         "hits": counters.hits,
@@ -50,6 +51,48 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
         "state": _pool_stats(core.state_sizes(), counters.states_evicted),
         "tenants": tuple(map(_tenant_stats, core.configured_tenants())),
     }
+
+
+def tier_stats(tiers: TierManager, num_loading: int) -> TierStats:
+    """Return the statistics of the tier below the pool.
+
+    Args:
+        num_loading: requests that wait for a load.
+    """
+    below, counts, copier = tiers.moves.lower.cache, tiers.moves.counts, tiers.copier
+    copies: dict[str, Any] = {}
+    if copier is not None:
+        loads, writes = copier.counts(loads=True), copier.counts(loads=False)
+        copies = {
+            "loads": dict(loads.ends),
+            "writes": dict(writes.ends),
+            "loaded_bytes": loads.num_bytes,
+            "load_s": loads.seconds,
+            "written_bytes": writes.num_bytes,
+            "write_s": writes.seconds,
+            "queued_bytes": copier.queued_bytes(loads=True) + copier.queued_bytes(loads=False),
+            "longest_chunk_ms": 1000 * max(loads.longest_s, writes.longest_s),
+        }
+    slots = _pool_stats(below.sizes_of("slots"), below.counters.tokens_evicted)
+    assert slots is not None
+    return TierStats(
+        state=tiers.state,
+        pinned=tiers.pinned,
+        policy=tiers.config.policy,
+        slots=slots,
+        swa=_pool_stats(below.swa_sizes(), below.counters.window_slots_evicted),
+        states=_pool_stats(below.state_sizes(), below.counters.states_evicted),
+        tokens_written=counts.written,
+        tokens_loaded=counts.loaded,
+        tokens_loaded_unused=counts.loaded_unused,
+        tokens_dropped=counts.dropped,
+        tokens_failed=counts.failed,
+        writes_refused=counts.writes_refused,
+        states_not_published=counts.states_not_published,
+        moves_in_flight=len(tiers.moves.in_flight),
+        loading_requests=num_loading,
+        **copies,
+    )
 
 
 def tree_response(outline: Outline, unused_s: Callable[[int], float | None]) -> TreeResponse:

@@ -1,113 +1,121 @@
-"""`Admission`: leases that begin or grow are granted immediately, queued until there is room, or refused."""
+"""`Admission`: leases that begin or grow are granted immediately, wait for a load or for room, or are refused."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import asyncio
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.actors.sessions.lease_owners import LeaseOwners
+from raydix.actors.metrics.distribution import Distribution
+from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
-from raydix.actors.sessions.wait_queue import Attempt, Position, WaitQueue
-from raydix.actors.transport.error_map import to_cache_error
-from raydix.cache_core import CoreError, LeasedCache, OutOfSlotsError, RadixKey
+from raydix.actors.sessions.refusals import Refusals
+from raydix.actors.sessions.wait_queue import Position, Waiter, WaitQueue
+from raydix.actors.tiers.tier_manager import TierManager
+from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.move import Move
+from raydix.cache_core.tiers.moves import Finished
 from raydix.schemas import (
     AcquireRequest,
-    CacheBusy,
-    CacheError,
-    CacheUnavailable,
-    ConfigMismatch,
     ExtendRequest,
     ExtendResponse,
-    InvalidRequest,
-    LeaseExpired,
+    LeaseConfig,
     LeaseResponse,
     LockRequest,
     Message,
-    PoolExhausted,
     TokenIds,
-    UnknownLease,
     WaitingResponse,
 )
 
-EXHAUSTED = ("deadlocked", "never_fits", "tenant_cap", "no_wait", "waited_too_long")  # the causes of a PoolExhausted
-_CAUSES: dict[type[CacheError], str] = {
-    CacheBusy: "queue_full",
-    CacheUnavailable: "draining",
-    ConfigMismatch: "model_mismatch",
-    InvalidRequest: "invalid_request",
-    LeaseExpired: "lease_expired",
-    UnknownLease: "unknown_lease",
-}
-_NUM_OWNERS = 3  # owners that a refusal names
 _INT32 = np.dtype("<i4")
+_WRITES = "writes"  # the object of a wait for writes that end
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request for a lease that begins or grows.
+
+    Attributes:
+        session_id: its session.
+        request: the request.
+        key: of the lease.
+        num_tokens: that the lease shall cover; 0 for a lock.
+    """
+
+    session_id: str
+    request: AcquireRequest | ExtendRequest | LockRequest
+    key: RadixKey
+    num_tokens: int
+
+    @property
+    def limit(self) -> int | None:
+        """The longest prefix that the lease may reuse; None: all."""
+        return self.request.max_prefix_len if isinstance(self.request, AcquireRequest) else None
 
 
 class Admission:
     """Grants leases and lets them grow. New leases never overtake queued requests that wait for the same.
 
+    A lease whose prompt the tier below has more of is filled before it is handed out, and its request has a ticket
+    meanwhile. So has a request that needs the pages of a load in flight: it waits for that load, without slots. It is
+    tried again when the load has ended, and may have to wait for room then.
+
     Attributes:
-        refusals: refused requests, by cause; see `CacheStats.refusals`.
         num_acquires: `acquire` requests that were granted or refused without waiting.
+        num_locks: the same of `lock` requests.
 
     Args:
         core: the cache.
         wait_queue: of the requests that find no room.
-        owners: of the leases, for refusals.
+        refusals: makes and counts the errors.
         bindings: of sessions to models.
-        acquire_timeout_s: how long a request waits if it names no time.
+        offers: of leases; a `lock` may ask for one.
+        tiers: loads prefixes; None: there is no tier below the pool.
+        config: how long requests wait that name no time.
     """
 
     def __init__(
         self,
         core: LeasedCache,
         wait_queue: WaitQueue,
-        owners: LeaseOwners,
+        refusals: Refusals,
         bindings: ModelBindings,
-        acquire_timeout_s: float,
+        offers: LeaseOffers,
+        tiers: TierManager | None,
+        config: LeaseConfig,
     ) -> None:
-        self.refusals: Counter[str] = Counter()
-        self.num_acquires = 0
+        self.num_acquires = self.num_locks = 0
         self._core = core
         self._wait_queue = wait_queue
-        self._owners = owners
+        self._refusals = refusals
         self._bindings = bindings
-        self._acquire_timeout_s = acquire_timeout_s
+        self._offers = offers
+        self._tiers = tiers
+        self._acquire_timeout_s = config.acquire_timeout_s
 
     # ---------------------------------------------------------------- requests
 
     def acquire(self, session_id: str, request: AcquireRequest) -> Message:
-        """Return a lease, or the ticket of the queued request.
+        """Return a lease, or the ticket of the waiting request.
 
         A request may overtake the queue if it stays within its tenant's floor, which others must make room for.
 
         Raises:
             PoolExhausted, CacheBusy, ConfigMismatch, CoreError: the request is refused.
         """
+        if (waiter := self._wait_queue.find(session_id, request.lease_id)) is not None:
+            return self._ticket(waiter)  # it is a retry
+        key = key_of(request.tokens, request.namespace)
+        asked = _Asked(session_id, request, key, len(key) + request.new_tokens)
         self.num_acquires += 1
-        key, queue = key_of(request.tokens, request.namespace), self._wait_queue
-        num_tokens = len(key) + request.new_tokens
-        if queue.waiting:
-            self._check_binding(session_id, request)  # it may have to wait before its first attempt
-            if request.timeout_s == 0:
-                queue.serve()  # earlier requests of the batch may have made room for all
-        try:
-            if not queue.waiting or self._may_overtake(key, num_tokens):
-                return self._open_lease(session_id, request, key)
-            self._core.check_len(num_tokens, key)
-            shortage = OutOfSlotsError(
-                num_tokens, self._core.free_slots, self._core.evictable_size(), self._core.num_slots
-            )
-        except OutOfSlotsError as error:
-            shortage = error.with_traceback(None)
-        attempt = partial(self._open_lease, session_id, request, key)
-        waiting = self._join_queue(session_id, request, key, num_tokens, attempt, shortage)
-        self.num_acquires -= 1
-        return waiting
+        answer = self._admit(asked, None)
+        assert answer is not None
+        self.num_acquires -= type(answer) is WaitingResponse
+        return answer
 
     def extend(self, session_id: str, request: ExtendRequest) -> Message:
         """Return what a lease has grown by, or the ticket of the queued request. It goes before all new leases.
@@ -117,29 +125,32 @@ class Admission:
         """
         lease = self._core.leases.get(request.lease_id, session_id)
         self._wait_queue.withdraw(session_id, request.lease_id)  # an earlier growth that its caller gave up
-        attempt = partial(self._grow, session_id, request)
-        try:
-            return attempt()
-        except OutOfSlotsError as error:
-            shortage = error.with_traceback(None)
-        return self._join_queue(session_id, request, lease.key, request.num_slots, attempt, shortage)
+        answer = self._admit(_Asked(session_id, request, lease.key, request.num_slots), None)
+        assert answer is not None
+        return answer
 
-    def lock(self, session_id: str, request: LockRequest) -> LeaseResponse:
-        """Return a lease of the cached prefix.
+    def lock(self, session_id: str, request: LockRequest) -> Message:
+        """Return a lease of the cached prefix, or the ticket of a request that waits for its load.
 
         Raises:
-            OutOfSlotsError, ConfigMismatch, CoreError: the request is refused; it never waits.
+            OutOfSlotsError, ConfigMismatch, CoreError: the request is refused.
         """
+        if (waiter := self._wait_queue.find(session_id, request.lease_id)) is not None:
+            return self._ticket(waiter)
+        self.num_locks += 1
         self._check_binding(session_id, request)
         key = key_of(request.tokens, request.namespace)
         if self._wait_queue.waiting:
             self._wait_queue.serve()  # queued requests come first, if earlier ones of the batch have made room
-        return self.lease_response(self._core.lock(request.lease_id, session_id, key, request.priority))
+        answer = self._admit(_Asked(session_id, request, key, 0), None)
+        assert answer is not None
+        self.num_locks -= type(answer) is WaitingResponse
+        return answer
 
     def lease_response(self, lease: LeaseRecord) -> LeaseResponse:
         """Return the response that describes a lease."""
         starts, window = packed(lease.starts), self.packed_window(lease)
-        slots = lease.state_slot, lease.boundary_slot
+        slots = lease.state_slot, lease.boundary_slot, lease.loaded_len
         return LeaseResponse(lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, *slots)
 
     def packed_window(self, lease: LeaseRecord) -> bytes:
@@ -149,17 +160,112 @@ class Admission:
 
     # ---------------------------------------------------------------- attempts
 
-    def _open_lease(self, session_id: str, request: AcquireRequest, key: RadixKey) -> LeaseResponse:
-        self._check_binding(session_id, request)
+    def _admit(self, asked: _Asked, waiter: Waiter | None) -> Message | None:
+        """Return a request's answer; with a ticket, None if it goes on waiting.
+
+        Raises:
+            CacheError, CoreError: the request is refused.
+        """
+        try:
+            return self._try(asked, waiter)
+        except OutOfSlotsError as error:
+            shortage = error.with_traceback(None)
+        if self._tiers is not None and self._tiers.has_writes and shortage.can_ever_fit:
+            if not self._tiers.cancel_writes():
+                return self._wait_for_writes(asked, waiter)
+            try:
+                return self._try(asked, waiter)
+            except OutOfSlotsError as error:
+                shortage = error.with_traceback(None)
+        return self._join_queue(asked, waiter, shortage)
+
+    def _try(self, asked: _Asked, waiter: Waiter | None) -> Message | None:
+        """Do `_admit`, but raise OutOfSlotsError if there is no room, or others wait for it."""
+        request, queue = asked.request, self._wait_queue
+        if type(request) is ExtendRequest:
+            return self._grow(asked)
+        if type(request) is LockRequest:
+            return self._open(asked, waiter)
+        if not queue.waiting:
+            return self._open(asked, waiter)
+        assert type(request) is AcquireRequest
+        self._check_binding(asked.session_id, request)  # it may have to wait before its first attempt
+        if request.timeout_s == 0:
+            queue.serve()  # earlier requests of the batch may have made room for all
+        if not queue.waiting or self._may_overtake(asked.key, asked.num_tokens):
+            return self._open(asked, waiter)
+        self._core.check_len(asked.num_tokens, asked.key)
+        raise self._queue_is_waiting(asked.num_tokens)
+
+    def _queue_is_waiting(self, num_tokens: int) -> OutOfSlotsError:
+        core = self._core
+        return OutOfSlotsError(num_tokens, core.free_slots, core.evictable_size(), core.num_slots)
+
+    def _open(self, asked: _Asked, waiter: Waiter | None) -> Message | None:
+        """Open a lease, and load the part of its prefix that the tier below has.
+
+        Returns:
+            The lease's response, or its ticket; None if the request has a ticket, and waits for a load now.
+
+        Raises:
+            OutOfSlotsError: there is no room, for the lease or for the load of a lock.
+        """
+        request, tiers, core = asked.request, self._tiers, self._core
+        assert not isinstance(request, ExtendRequest)
+        self._check_binding(asked.session_id, request)
+        if tiers is None:
+            return self._answer(asked, self._begin(asked))
+        timeout_s = tiers.config.load_timeout_s if request.load_timeout_s is None else request.load_timeout_s
+        if (waiter is not None and not waiter.may_load) or not (request.load and timeout_s):
+            return self._answer(asked, self._begin(asked))
+        if (open_lease := core.leases.find_unended(request.lease_id, asked.session_id)) is not None:
+            return self._answer(asked, open_lease)
+        if (running := tiers.running_load(asked.key, asked.limit)) is not None:
+            return self._wait_behind(asked, waiter, running, timeout_s)
+        if type(request) is LockRequest and self._wait_queue.waiting and tiers.has_more(asked.key):
+            raise self._queue_is_waiting(0)  # its load would take the slots that others wait for
+        return self._begin_and_load(asked, waiter, timeout_s)
+
+    def _begin_and_load(self, asked: _Asked, waiter: Waiter | None, timeout_s: float) -> Message | None:
+        tiers = self._tiers
+        assert tiers is not None
+        with tiers.holding(asked.key, asked.limit):
+            lease = self._begin(asked)
+            try:
+                load = tiers.load(lease, asked.limit, timeout_s)
+            except OutOfSlotsError:
+                tiers.moves.give_back(lease)
+                raise
+        if load is None:
+            return self._answer(asked, lease)
+        own = self._give_ticket(asked) if waiter is None else waiter
+        tiers.when_loaded(load, partial(self._end_load, asked, own))
+        return self._wait_for(own, load, is_new=waiter is None)
+
+    def _begin(self, asked: _Asked) -> LeaseRecord:
+        """Open a lease over what the pool has."""
+        request, key = asked.request, asked.key
+        if type(request) is LockRequest:
+            return self._core.lock(request.lease_id, asked.session_id, key, request.priority)
+        assert type(request) is AcquireRequest
         limits = request.new_tokens, request.max_prefix_len, request.priority
-        flags = request.resumed, request.boundary_state
-        lease = self._core.acquire(request.lease_id, session_id, key, *limits, *flags)
+        return self._core.acquire(
+            request.lease_id, asked.session_id, key, *limits, request.resumed, request.boundary_state
+        )
+
+    def _answer(self, asked: _Asked, lease: LeaseRecord) -> LeaseResponse:
+        """Return the response with a lease that is handed out. A `lock` may offer it in the same step."""
+        request = asked.request
+        if type(request) is LockRequest and request.offer_id is not None:
+            self._offers.offer(request.lease_id, asked.session_id, request.offer_id, request.offer_s)
         return self.lease_response(lease)
 
-    def _grow(self, session_id: str, request: ExtendRequest) -> ExtendResponse:
-        lease = self._core.leases.get(request.lease_id, session_id)
+    def _grow(self, asked: _Asked) -> ExtendResponse:
+        request = asked.request
+        assert type(request) is ExtendRequest
+        lease = self._core.leases.get(request.lease_id, asked.session_id)
         if lease.num_slots < request.num_slots:
-            self._core.extend(request.lease_id, session_id, request.num_slots - lease.num_slots)
+            self._core.extend(request.lease_id, asked.session_id, request.num_slots - lease.num_slots)
         added = packed(lease.starts[request.known_pages :])
         return ExtendResponse(num_slots=lease.num_slots, page_starts=added, swa_page_starts=self.packed_window(lease))
 
@@ -174,110 +280,130 @@ class Admission:
             return False
         return self._wait_queue.only_tenant_caps_block() or self._core.is_within_floor(key, num_tokens)
 
-    def _join_queue(
-        self,
-        session_id: str,
-        request: AcquireRequest | ExtendRequest,
-        key: RadixKey,
-        num_tokens: int,
-        attempt: Attempt,
-        shortage: OutOfSlotsError,
-    ) -> WaitingResponse:
-        grows = type(request) is ExtendRequest
-        refusal = partial(self.refusal, key, num_tokens=None if grows else num_tokens)
-        timeout_s = self._acquire_timeout_s if request.timeout_s is None else request.timeout_s
-        if timeout_s == 0 or not shortage.can_ever_fit or not self._wait_queue.max_waiters:
-            raise refusal(shortage)
-        num_new = num_tokens - self._core.leases.get(request.lease_id, session_id).num_slots if grows else num_tokens
-        position = Position(
-            self._core.tenant_of(key.extra_key), grows, partial(self._core.is_within_floor, key, num_tokens), num_new
-        )
-        ticket, num_ahead = self._wait_queue.join(
-            session_id,
-            request.lease_id,
-            position,
-            partial(self._attempt_late, refusal, attempt),
-            timeout_s,
-            partial(refusal, waited=True),
-            shortage,
-        )
-        return WaitingResponse(ticket=ticket, position=num_ahead)
+    # ---------------------------------------------------------------- waits for loads and writes
 
-    def _attempt_late(self, refusal: Callable[[OutOfSlotsError], PoolExhausted], attempt: Attempt) -> Message:
+    def _give_ticket(self, asked: _Asked) -> Waiter:
+        request, key, num_tokens, queue = asked.request, asked.key, asked.num_tokens, self._wait_queue
+        grows, latency = type(request) is ExtendRequest, queue.acquire_latency
+        num_new = num_tokens
+        if grows:
+            num_new -= self._core.leases.get(request.lease_id, asked.session_id).num_slots
+        is_within_floor = partial(self._core.is_within_floor, key, num_tokens)
+        position = Position(self._core.tenant_of(key.extra_key), grows, is_within_floor, num_new)
+        of_locks: Distribution | None = queue.lock_latency if type(request) is LockRequest else latency
+        return queue.give_ticket(asked.session_id, request.lease_id, position, None if grows else of_locks)
+
+    def _ticket(self, waiter: Waiter) -> WaitingResponse:
+        """Return the response with a ticket."""
+        load = waiter.waits_for
+        num_loading = len(load.key) - load.first if isinstance(load, Move) else 0
+        position = self._wait_queue.position_of(waiter)
+        return WaitingResponse(ticket=waiter.ticket, position=position, loading_tokens=num_loading)
+
+    def _wait_for(self, waiter: Waiter, waits_for: object, *, is_new: bool) -> WaitingResponse | None:
+        """Let a request wait for a load, or for writes; return its ticket if that is new."""
+        self._wait_queue.leave(waiter)
+        waiter.waits_for = waits_for
+        return self._ticket(waiter) if is_new else None
+
+    def _wait_behind(
+        self, asked: _Asked, waiter: Waiter | None, load: Move, timeout_s: float
+    ) -> WaitingResponse | None:
+        """Let a request wait, without slots, for the load of another one."""
+        assert self._tiers is not None
+        own = self._give_ticket(asked) if waiter is None else waiter
+        ticket = self._wait_for(own, load, is_new=waiter is None)
+        resume = partial(self._resume, asked, own, load)
+        own.timer = asyncio.get_running_loop().call_later(timeout_s, resume, False)
+        self._tiers.wait_for(load, resume)
+        return ticket
+
+    def _wait_for_writes(self, asked: _Asked, waiter: Waiter | None) -> WaitingResponse | None:
+        """Let a request wait for the one chunk of a write that is being copied."""
+        assert self._tiers is not None
+        own = self._give_ticket(asked) if waiter is None else waiter
+        ticket = self._wait_for(own, _WRITES, is_new=waiter is None)
+        self._tiers.after_writes(partial(self._resume, asked, own, _WRITES))
+        return ticket
+
+    def _resume(self, asked: _Asked, waiter: Waiter, waited_for: object, may_load: bool = True) -> None:
+        """Go on with a request whose wait has ended.
+
+        Args:
+            may_load: False: the load failed or was late, so the request goes on without it.
+        """
+        if waiter.outcome.done() or waiter.waits_for is not waited_for:
+            return  # it was given up, or its time ran out before
+        self._wait_queue.leave(waiter)
+        waiter.waits_for = None
+        waiter.may_load = waiter.may_load and may_load
+        try:
+            answer: Message | Exception | None = self._admit(asked, waiter)
+        except Exception as error:  # every failure becomes its caller's typed error
+            answer = self._refusals.of(error)
+        if answer is not None:
+            self._wait_queue.settle(waiter, answer)
+
+    def _end_load(self, asked: _Asked, waiter: Waiter, finished: Finished) -> None:
+        """Answer the request of a load that has ended, or begin it again."""
+        lease = finished.lease
+        if finished.must_restart:
+            self._resume(asked, waiter, waiter.waits_for)
+        elif lease is not None and waiter.outcome.done():
+            self._core.release(lease.lease_id, asked.session_id)  # it was refused meanwhile
+        elif lease is not None:
+            self._wait_queue.settle(waiter, self._answer(asked, lease))
+
+    # ---------------------------------------------------------------- waits for room
+
+    def _join_queue(self, asked: _Asked, waiter: Waiter | None, shortage: OutOfSlotsError) -> Message | None:
+        """Queue a request for room, or give it up if it may not wait."""
+        timeout_s, queue = asked.request.timeout_s, self._wait_queue
+        if timeout_s is None:
+            timeout_s = self._acquire_timeout_s
+        if timeout_s == 0 or not shortage.can_ever_fit or not queue.max_waiters:
+            return self._give_up(asked, shortage)
+        if waiter is None:
+            queue.check_room_for(self._core.tenant_of(asked.key.extra_key))
+        own = self._give_ticket(asked) if waiter is None else waiter
+        queue.join(own, partial(self._attempt_late, asked), timeout_s, partial(self._expire, asked), shortage)
+        return self._ticket(own) if waiter is None else None
+
+    def _give_up(self, asked: _Asked, shortage: OutOfSlotsError, *, waited: bool = False) -> Message:
+        """Lock what the pool has without a load, for a `lock`; refuse another request.
+
+        Raises:
+            PoolExhausted: the request is refused.
+            CoreError: a `lock` is.
+        """
+        if type(asked.request) is LockRequest:
+            return self._answer(asked, self._begin(asked))
+        num_tokens = asked.num_tokens if type(asked.request) is AcquireRequest else None
+        raise self._refusals.exhausted(asked.key, shortage, num_tokens=num_tokens, waited=waited)
+
+    def _expire(self, asked: _Asked, shortage: OutOfSlotsError) -> Message | Exception:
+        """Return the outcome of a queued request whose time has run out."""
+        try:
+            return self._give_up(asked, shortage, waited=True)
+        except Exception as error:  # every failure becomes its caller's typed error
+            return self._refusals.of(error)
+
+    def _attempt_late(self, asked: _Asked, waiter: Waiter) -> Message | None:
         """Try a queued request; raise OutOfSlotsError if it has to go on waiting.
 
         If there never can be room, which may show only now, it is refused: others would wait behind it in vain.
         """
         try:
-            return attempt()
+            return self._grow(asked) if type(asked.request) is ExtendRequest else self._open(asked, waiter)
         except OutOfSlotsError as error:
             if error.can_ever_fit:
                 raise
-            raise refusal(error) from None
-        except ConfigMismatch as error:
-            raise self.count_refusal(error) from None
-        except CoreError as error:
-            raise self.count_refusal(to_cache_error(error)) from error
-
-    # ---------------------------------------------------------------- refusals
-
-    @property
-    def num_exhausted(self) -> int:
-        """Return the number of requests refused for want of room."""
-        return sum(self.refusals[cause] for cause in EXHAUSTED)
-
-    def refusal(
-        self,
-        key: RadixKey | None,
-        shortage: OutOfSlotsError,
-        *,
-        num_tokens: int | None = None,
-        waited: bool = False,
-        deadlocked: bool = False,
-    ) -> PoolExhausted:
-        """Count and return the refusal of a request of that key's namespace that finds no room.
-
-        O(owners), and at times O(leases), if a lease has come, gone or grown since the last refusal.
-
-        Args:
-            num_tokens: of the lease that was to begin; None: a lease was to grow.
-            waited: the request was queued until its time ran out.
-        """
-        if deadlocked:
-            cause = "deadlocked"
-        elif not shortage.can_ever_fit:
-            cause = "never_fits"
-        elif shortage.tenant is not None:
-            cause = "tenant_cap"
-        else:
-            cause = "waited_too_long" if waited else "no_wait"
-        self.refusals[cause] += 1
-        if key is not None and num_tokens is not None:
-            self._core.count_refusal(key, num_tokens, shortage.can_ever_fit)
-        return self._exhausted(shortage, None if key is None else key.extra_key, deadlocked)
-
-    def _exhausted(self, shortage: OutOfSlotsError, extra_key: str | None, deadlocked: bool) -> PoolExhausted:
-        core, tenant = self._core, shortage.tenant
-        sizes = core.sizes_of(shortage.pool, extra_key) if tenant is None else core.share_of(tenant)
-        return PoolExhausted(
-            shortage.needed,
-            sizes.free,
-            sizes.evictable,
-            sizes.num_slots - sizes.free - sizes.evictable - sizes.kept,
-            self._owners.num_leases(tenant),
-            shortage.can_ever_fit,
-            shortage.pool,
-            self._owners.largest(_NUM_OWNERS, tenant),
-            tenant,
-            sizes.kept,
-            deadlocked,
-        )
-
-    def count_refusal(self, error: CacheError) -> CacheError:
-        """Count a request that failed, unless `refusal` has counted it, and return its error."""
-        if not isinstance(error, PoolExhausted):
-            self.refusals[_CAUSES.get(type(error), "internal_error")] += 1
-        return error
+            outcome = self._expire(asked, error)
+            if isinstance(outcome, Exception):
+                raise outcome from None
+            return outcome
+        except Exception as error:  # every failure becomes its caller's typed error
+            raise self._refusals.of(error) from error
 
 
 def key_of(tokens: TokenIds, namespace: str | None) -> RadixKey:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raydix.actors.sessions.admission import Admission
+from raydix.actors.sessions.refusals import Refusals
 from raydix.actors.sessions.wait_queue import Waiter, WaitQueue
 from raydix.cache_core import LeasedCache
-from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 
 _RECLAIMED_TOKENS = 4096  # tokens of retired namespaces, freed before a deadlock is declared
 
@@ -21,8 +21,8 @@ class Deadlocks:
     """Finds and resolves the deadlocks of one cache.
 
     A pool, or a tenant's share of it, is deadlocked if every open lease that holds any of its slots waits in `extend`,
-    and none of its slots is in quarantine, offered to another session, or retired and not reclaimed yet. Leases made
-    by `lock` and never extended do not count.
+    and none of its slots is in quarantine, offered to another session, held by a move between tiers, or retired and not
+    reclaimed yet. Leases made by `lock` and never extended do not count.
 
     Attributes:
         num_broken: deadlocks in which a lease was refused.
@@ -30,14 +30,14 @@ class Deadlocks:
     Args:
         core: the cache.
         wait_queue: the requests that wait for room.
-        admission: makes and counts the refusals.
+        refusals: makes and counts the errors.
     """
 
-    def __init__(self, core: LeasedCache, wait_queue: WaitQueue, admission: Admission) -> None:
+    def __init__(self, core: LeasedCache, wait_queue: WaitQueue, refusals: Refusals) -> None:
         self.num_broken = 0
         self._core = core
         self._wait_queue = wait_queue
-        self._admission = admission
+        self._refusals = refusals
 
     def resolve(self) -> None:
         """Refuse the youngest lease of each deadlock; the others go on waiting, for its slots.
@@ -50,7 +50,7 @@ class Deadlocks:
                 continue
             waiter, lease = found
             self.num_broken += 1
-            self._wait_queue.refuse(waiter, self._admission.refusal(lease.key, waiter.shortage, deadlocked=True))
+            self._wait_queue.refuse(waiter, self._refusals.exhausted(lease.key, waiter.shortage, deadlocked=True))
 
     def _find(self, growing: list[Waiter]) -> tuple[Waiter, LeaseRecord] | None:
         by_lease = {waiter.lease_id: waiter for waiter in growing}
@@ -67,7 +67,7 @@ class Deadlocks:
             if self._is_of(lease, tenant) and self._core.holds(lease, pool):
                 if lease.lease_id in waiting:
                     youngest = lease
-                elif lease.offer_id or not lease.only_locks:
+                elif lease.offer_id or not lease.only_locks or lease.session_id == TIERS:
                     return None
         if youngest is None or any(self._is_of(lease, tenant) for lease in self._core.quarantine):
             return None

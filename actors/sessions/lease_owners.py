@@ -61,7 +61,7 @@ class LeaseOwners:
     def num_leases(self, tenant: str | None = None) -> int:
         """Return the number of open leases, of all or of a tenant's."""
         if tenant is None:
-            return len(self._core.leases)
+            return self._core.leases.num_of_clients
         return sum(held.leases for held in self._by_owner(tenant).values())
 
     def _by_owner(self, tenant: str | None) -> dict[str, _Held]:
@@ -78,11 +78,16 @@ class LeaseOwners:
 
     def _count(self, tenant: str | None) -> dict[str, _Held]:
         core, by_owner = self._core, defaultdict[str, _Held](_Held)
-        leases = [lease for lease in core.leases if tenant is None or core.tenant_of(lease.key.extra_key) == tenant]
-        leases.sort(key=lambda lease: lease.since)
-        for lease, num_slots in zip(leases, core.lease_sizes(leases), strict=True):
-            session = self._sessions.find(lease.session_id)
-            held = by_owner[lease.session_id if session is None else session.owner]
+        found = [
+            (session_id, lease)
+            for session_id, lease in core.leases.of_clients()
+            if tenant is None or core.tenant_of(lease.key.extra_key) == tenant
+        ]
+        found.sort(key=lambda item: item[1].since)
+        sizes = core.lease_sizes([lease for _, lease in found])
+        for (session_id, lease), num_slots in zip(found, sizes, strict=True):
+            session = self._sessions.find(session_id)
+            held = by_owner[session_id if session is None else session.owner]
             held.leases += 1
             held.slots += num_slots
             held.since = min(held.since, lease.since)

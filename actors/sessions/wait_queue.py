@@ -1,5 +1,7 @@
 """The queue of requests that wait for room in the pool: first in, first out, each with a deadline.
 
+Requests that wait for a load, and not for room, have tickets, too. They are in no queue.
+
 If tenants share the pool, a request at its tenant's cap holds up its own tenant alone, and a request that stays within
 its tenant's floor goes before other tenants' requests that wait for the pool.
 """
@@ -20,7 +22,9 @@ from raydix.schemas import CacheBusy, CacheError, Message, UnknownLease
 
 _RETRY_AFTER_S = 0.1
 
-Attempt = Callable[[], Message]  # raises OutOfSlotsError while there is no room
+# Tries a request that has a ticket. None: it has left the queue, and waits for a load. It raises OutOfSlotsError while
+# there is no room.
+Attempt = Callable[["Waiter"], Message | None]
 
 
 class Position(NamedTuple):
@@ -34,17 +38,24 @@ class Position(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """One queued request."""
+    """A request with a ticket: it is queued for room, or waits for a load."""
 
     ticket: int
     session_id: str
     lease_id: str
     position: Position
-    attempt: Attempt
-    shortage: OutOfSlotsError  # result of its last attempt
-    joined_at: float
-    outcome: asyncio.Future[Message] = field(init=False)
-    timer: asyncio.TimerHandle = field(init=False)
+    began_at: float
+    outcome: asyncio.Future[Message]
+    latency: Distribution | None  # counts the time to its answer
+    timer: asyncio.TimerHandle | None = None  # of the wait that it is in
+    is_queued: bool = False
+    # while it is queued
+    attempt: Attempt = field(init=False)
+    shortage: OutOfSlotsError = field(init=False)  # result of its last attempt
+    queued_at: float = 0.0
+    waited_s: float = 0.0  # in the queue, before the present wait
+    waits_for: object = None  # load, or writes, for which it waits
+    may_load: bool = True  # False: a load for it has failed, or was late
 
 
 class WaitQueue:
@@ -59,6 +70,7 @@ class WaitQueue:
         wait_time: seconds that each was queued.
         acquire_latency: seconds from the arrival of each `acquire` to its answer; the queue adds the requests that
             waited.
+        lock_latency: the same of each `lock`.
 
     Args:
         max_waiters: see above.
@@ -70,10 +82,11 @@ class WaitQueue:
         self.num_waited = 0
         self.wait_time = Distribution(WAIT_S)
         self.acquire_latency = Distribution(ACQUIRE_S)
+        self.lock_latency = Distribution(ACQUIRE_S)
         self._clock = clock
         self._queue: list[Waiter] = []
         self.waiting: Counter[str | None] = Counter()
-        self._by_ticket: dict[int, Waiter] = {}  # queued, or with an outcome that was not collected yet
+        self._by_ticket: dict[int, Waiter] = {}  # waiting, or with an outcome that was not collected yet
         self._by_lease: dict[tuple[str, str], list[Waiter]] = {}  # (session id, lease id) -> the same waiters
         self._next_ticket = count(1)
 
@@ -83,7 +96,7 @@ class WaitQueue:
     @property
     def oldest_s(self) -> float:
         """The seconds that the longest of the queued requests has waited so far; 0: none is queued. O(queue)."""
-        return max((self._clock() - waiter.joined_at for waiter in self._queue), default=0.0)
+        return max((self._clock() - waiter.queued_at for waiter in self._queue), default=0.0)
 
     def num_tokens(self) -> int:
         """Return the tokens that the queued requests ask for. O(queue)."""
@@ -109,41 +122,72 @@ class WaitQueue:
 
     def refuse(self, waiter: Waiter, error: CacheError) -> None:
         """Remove a request from the queue; its outcome is `error`."""
-        self._settle(waiter, error)
+        self.settle(waiter, error)
+
+    @property
+    def num_loading(self) -> int:
+        """The requests that wait for a load, and not for room. O(tickets)."""
+        return sum(not waiter.is_queued and not waiter.outcome.done() for waiter in self._by_ticket.values())
+
+    def find(self, session_id: str, lease_id: str) -> Waiter | None:
+        """Return the waiting request of a lease that is to begin; None: there is none."""
+        for waiter in self._by_lease.get((session_id, lease_id), ()):
+            if not waiter.position.urgent and not waiter.outcome.done():
+                return waiter
+        return None
+
+    def position_of(self, waiter: Waiter) -> int:
+        """Return the number of requests before it in the queue; 0 if it is not queued."""
+        return self._queue.index(waiter) if waiter.is_queued else 0
+
+    def give_ticket(
+        self, session_id: str, lease_id: str, position: Position, latency: Distribution | None = None
+    ) -> Waiter:
+        """Return a new ticket for a request. It waits for nothing yet.
+
+        Args:
+            latency: counts the time to its answer.
+        """
+        outcome = asyncio.get_running_loop().create_future()
+        waiter = Waiter(next(self._next_ticket), session_id, lease_id, position, self._clock(), outcome, latency)
+        self._by_ticket[waiter.ticket] = waiter
+        self._by_lease.setdefault((session_id, lease_id), []).append(waiter)
+        return waiter
 
     def join(
         self,
-        session_id: str,
-        lease_id: str,
-        position: Position,
+        waiter: Waiter,
         attempt: Attempt,
         timeout_s: float,
-        refusal: Callable[[OutOfSlotsError], Exception],
+        give_up: Callable[[OutOfSlotsError], Message | Exception],
         shortage: OutOfSlotsError,
-    ) -> tuple[int, int]:
-        """Queue a request for `timeout_s`; after that it fails with the `refusal` of its last shortage.
+    ) -> int:
+        """Queue a request for `timeout_s`, its earlier waits included; return the number of requests ahead.
 
-        Return the ticket, and the number of requests ahead.
+        Args:
+            attempt: tries it again.
+            give_up: returns its outcome, by its last shortage, when its time has run out.
+            shortage: result of its last attempt.
 
         Raises:
             CacheBusy: as many requests of that tenant wait as may.
         """
-        for waiter in self._by_lease.get((session_id, lease_id), ()):
-            if waiter.position.urgent == position.urgent and not waiter.outcome.done():
-                return waiter.ticket, self._queue.index(waiter)  # it is a retry
-        if self.waiting[position.tenant] >= self.max_waiters:
-            raise CacheBusy(f"{self.waiting[position.tenant]} requests wait for room already", _RETRY_AFTER_S)
-        loop = asyncio.get_running_loop()
-        waiter = Waiter(next(self._next_ticket), session_id, lease_id, position, attempt, shortage, self._clock())
+        self.check_room_for(waiter.position.tenant)
         self.num_waited += 1
-        waiter.outcome = loop.create_future()
-        waiter.timer = loop.call_later(timeout_s, self._expire, waiter, refusal)
-        num_ahead = sum(other.position.urgent for other in self._queue) if position.urgent else len(self._queue)
+        waiter.is_queued, waiter.queued_at = True, self._clock()
+        waiter.attempt, waiter.shortage = attempt, shortage
+        left_s = max(0.0, timeout_s - waiter.waited_s)
+        waiter.timer = asyncio.get_running_loop().call_later(left_s, self._expire, waiter, give_up)
+        urgent = waiter.position.urgent
+        num_ahead = sum(other.position.urgent for other in self._queue) if urgent else len(self._queue)
         self._queue.insert(num_ahead, waiter)
-        self.waiting[position.tenant] += 1
-        self._by_ticket[waiter.ticket] = waiter
-        self._by_lease.setdefault((session_id, lease_id), []).append(waiter)
-        return waiter.ticket, num_ahead
+        self.waiting[waiter.position.tenant] += 1
+        return num_ahead
+
+    def check_room_for(self, tenant: str | None) -> None:
+        """Raise CacheBusy if as many requests of a tenant wait as may."""
+        if self.waiting[tenant] >= self.max_waiters:
+            raise CacheBusy(f"{self.waiting[tenant]} requests wait for room already", _RETRY_AFTER_S)
 
     def serve(self) -> None:
         """Serve from the front as many as there is room for; none overtakes one that waits for the same."""
@@ -162,13 +206,14 @@ class WaitQueue:
     def _try(self, waiter: Waiter) -> bool:
         """Try to serve a request; return False if there is no room for it."""
         try:
-            outcome: Message | Exception = waiter.attempt()
+            outcome: Message | Exception | None = waiter.attempt(waiter)
         except OutOfSlotsError as error:
             waiter.shortage = error.with_traceback(None)
             return False
         except Exception as error:  # its own fault, found late: it alone fails
             outcome = error
-        self._settle(waiter, outcome)
+        if outcome is not None:
+            self.settle(waiter, outcome)
         return True
 
     async def outcome(self, session_id: str, ticket: int) -> Message:
@@ -199,7 +244,7 @@ class WaitQueue:
         for waiter in gone:
             if not waiter.outcome.done():
                 given_up = UnknownLease(f"lease {waiter.lease_id!r} was given up while it waited")
-                self._leave(waiter, error or given_up)
+                self._answer(waiter, error or given_up)
             self._forget(waiter)
 
     def _forget(self, waiter: Waiter) -> None:
@@ -211,9 +256,10 @@ class WaitQueue:
                 del self._by_lease[lease]
 
     def refuse_all(self, error: CacheError) -> None:
-        """Fail every queued request with `error`."""
-        for waiter in list(self._queue):
-            self._settle(waiter, error)
+        """Fail every request that waits with `error`."""
+        for waiter in list(self._by_ticket.values()):
+            if not waiter.outcome.done():
+                self.settle(waiter, error)
 
     def change_loop(self) -> None:
         """Drop every request: the loop that they waited on was closed."""
@@ -222,23 +268,36 @@ class WaitQueue:
         self._by_ticket.clear()
         self._by_lease.clear()
 
-    def _expire(self, waiter: Waiter, refusal: Callable[[OutOfSlotsError], Exception]) -> None:
-        self._settle(waiter, refusal(waiter.shortage))
+    def _expire(self, waiter: Waiter, give_up: Callable[[OutOfSlotsError], Message | Exception]) -> None:
+        self.settle(waiter, give_up(waiter.shortage))
         self.serve()  # the next in line may need less
 
-    def _settle(self, waiter: Waiter, outcome: Message | Exception) -> None:
-        """Answer a request, and remove it from the queue."""
-        if not waiter.position.urgent:
-            self.acquire_latency.add(self._clock() - waiter.joined_at)
-        self._leave(waiter, outcome)
+    def settle(self, waiter: Waiter, outcome: Message | Exception) -> None:
+        """Answer a request that waits."""
+        if waiter.latency is not None:
+            waiter.latency.add(self._clock() - waiter.began_at)
+        self._answer(waiter, outcome)
 
-    def _leave(self, waiter: Waiter, outcome: Message | Exception) -> None:
-        self.wait_time.add(self._clock() - waiter.joined_at)
-        waiter.timer.cancel()
+    def leave(self, waiter: Waiter) -> None:
+        """End the wait that a request is in, without an outcome."""
+        if waiter.timer is not None:
+            waiter.timer.cancel()
+            waiter.timer = None
+        if not waiter.is_queued:
+            return
+        waited_s = self._clock() - waiter.queued_at
+        self.wait_time.add(waited_s)
+        waiter.waited_s += waited_s
+        waiter.is_queued = False
+        del waiter.attempt  # it refers to the request
         self._queue.remove(waiter)
         self.waiting[waiter.position.tenant] -= 1
         if not self.waiting[waiter.position.tenant]:
             del self.waiting[waiter.position.tenant]
+
+    def _answer(self, waiter: Waiter, outcome: Message | Exception) -> None:
+        self.leave(waiter)
+        waiter.waits_for = None
         if isinstance(outcome, Exception):
             waiter.outcome.set_exception(outcome)
             waiter.outcome.exception()  # seen, even if it is never collected

@@ -196,6 +196,10 @@ class Copier:
         """Return the bytes of loads or of writes that are still to be copied."""
         return self._queues.queued_bytes(loads=loads)
 
+    def stop_all(self) -> None:
+        """End all copies, without calls of `done`: `Copy.result` has the end. It waits for at most one chunk."""
+        self._queues.stop_all()
+
     def close(self) -> None:
         """End all copies and the thread. It waits for at most one chunk.
 
@@ -253,6 +257,7 @@ class _Queues:
         """Count a chunk that was copied, or failed."""
         with self._changed:
             self._current = None
+            self._changed.notify_all()
             if error is not None:
                 self._end(copy, "failed", f"{type(error).__name__}: {error}")
                 return
@@ -271,6 +276,16 @@ class _Queues:
             copy.is_cancelled = True
             if copy is not self._current and copy.result is None:
                 self._end(copy, "cancelled")
+
+    def stop_all(self) -> None:
+        """End all copies without reporting it, and wait for the current one's chunk."""
+        with self._changed:
+            for copy in (*self._loads, *self._writes):
+                copy.loop = None
+                copy.is_cancelled = True
+                if copy is not self._current:
+                    self._end(copy, "cancelled")
+            self._changed.wait_for(lambda: self._current is None)
 
     def close(self) -> None:
         """End all copies but the current one, and have `next` return None."""
@@ -303,10 +318,12 @@ class _Queues:
 
     def _end(self, copy: Copy, end: End, error: str = "") -> None:
         """Remove a copy, and report its end to the event loop."""
-        assert copy.loop is not None and copy.result is None
+        assert copy.result is None
         self._queue_of(copy).remove(copy)
         self._counts[copy.is_load].ends[end] += 1
         copy.result = Copied(copy.num_pages, end, error)
+        if copy.loop is None:
+            return
         try:
             copy.loop.call_soon_threadsafe(copy.done, copy.result)
         except RuntimeError:  # the loop is closed

@@ -94,6 +94,9 @@ class GhostCurve:
         self._open[lease] = use, 0
         self._add(use)
 
+    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
+        """Do nothing: the curve is of the pool alone."""
+
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Do nothing: a refused request is in no hit rate."""
 

@@ -436,6 +436,9 @@ class KVCache(LeasedCache):
             counters.tokens_reused += loaded
         lease.loaded_len += loaded
         lease.prefix_len = prefix_len
+        if loaded:
+            for observer in self.observers:
+                observer.loaded(lease, loaded)
         self._trim(lease)
         self.leases.end_fill(lease)
 

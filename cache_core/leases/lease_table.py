@@ -323,6 +323,22 @@ class LeaseTable:
         self.ended.add(session_id, lease_id)
         return lease
 
+    def of_clients(self) -> Iterator[tuple[str, LeaseRecord]]:
+        """Yield the open leases of clients, the oldest first, each with its session; those that are being filled, too.
+
+        Leases of moves, and those that are filled for no session any more, are left out.
+        """
+        for lease in self._leases.values():
+            if session_id := lease.session_id if lease.filling_for is None else lease.filling_for:
+                if session_id != TIERS:
+                    yield session_id, lease
+
+    @property
+    def num_of_clients(self) -> int:
+        """The number of leases that `of_clients` yields. O(moves in flight)."""
+        moving = self._by_session.get(TIERS, ())
+        return len(self._leases) - sum(not self._leases[lease_id].filling_for for lease_id in moving)
+
     def filling_for(self, session_id: str) -> list[LeaseRecord]:
         """Return the leases that are being filled for a session. O(moves in flight)."""
         return [lease for lease in self.of_session(TIERS) if lease.filling_for == session_id]
@@ -359,8 +375,8 @@ class LeaseTable:
 
     @property
     def oldest_since(self) -> float | None:
-        """The time at which the oldest open lease began, in seconds of `monotonic`; None: no lease is open."""
-        return next(iter(self._leases.values())).since if self._leases else None
+        """The time at which the oldest lease of a client began, in seconds of `monotonic`; None: none is open."""
+        return next((lease.since for _, lease in self.of_clients()), None)
 
     def _leave_session(self, lease: LeaseRecord) -> None:
         mine = self._by_session[lease.session_id]

@@ -72,6 +72,9 @@ class PendingPages:
         if new:
             self._sink.pending(np.array(new, np.int64))
 
+    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
+        """Do nothing: the loaded pages were published as stored before."""
+
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Do nothing: a refused request has no lease."""
 

@@ -18,6 +18,9 @@ class RequestObserver(Protocol):
         If it is `resumed`, its request was noted before.
         """
 
+    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
+        """Note that a lease, before its session gets it, was given more cached tokens by a load: `num_tokens`."""
+
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Note that a request for a lease of `key` over `num_tokens` tokens was refused for lack of slots."""
 

@@ -468,6 +468,12 @@ class Moves:
             self._add_spare(move)
         return move
 
+    def give_back(self, lease: LeaseRecord) -> None:
+        """End a new lease for which `plan_load` found no room. Its session may open another one of the same id."""
+        upper = self.upper.cache
+        upper.leases.begin_fill(lease)
+        upper.take_back_fill(lease)
+
     def plan_prefetch(self, key: RadixKey, limit: int | None = None) -> Move | None:
         """Begin to load the prefix of a key for no lease; None if there is nothing to load, or no room.
 

@@ -1,0 +1,356 @@
+"""`TierManager`: the moves between a cache's pool and the tier in host memory below it, on the cache's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, auto
+from functools import partial
+
+from raydix.actors.tiers.copier import Copied, Copier, Copy
+from raydix.actors.tiers.host_memory import READY, HostMemory
+from raydix.actors.tiers.move_batch import MoveBatch
+from raydix.cache_core import KVPool, RadixKey, RecordPool
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.move import Move
+from raydix.cache_core.tiers.moves import Finished, Moves, Plan
+from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies, PageRecords
+from raydix.cache_core.tiers.tier import Tier
+from raydix.schemas import CacheConfig, InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+_MOST_BATCHES = 2  # of writes in flight: one is copied, one is planned
+_PREFETCHED = 4  # Prefetches in flight may fill one of so many parts of the pool.
+
+
+class Progress(Enum):
+    """The state of the writes ahead of need."""
+
+    AHEAD = auto()  # nothing is to be written until the pool changes
+    WORKING = auto()  # writes are in flight; their end calls `on_change`
+    MORE = auto()  # more is to be looked at now
+
+
+class TierManager:
+    """Writes the KV that the pool would evict next to the tier below, and loads prefixes from there for leases.
+
+    A cache without tensors has no copier: a move ends in the call that begins it, and a node is written just before it
+    is evicted.
+
+    Attributes:
+        moves: between the two tiers.
+        may_write: returns whether writes may begin.
+
+    Args:
+        config: of the cache; it has `host`.
+        moves: between the pool and the tier.
+        pool: the tensors; None: there are none.
+        name: of the tier's memory, such as the cache's epoch.
+        on_change: called on the loop when moves have ended, or the tier's memory is ready: slots may have become free.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        moves: Moves,
+        pool: KVPool | RecordPool | None,
+        name: str,
+        on_change: Callable[[], object],
+    ) -> None:
+        assert config.host is not None, "the configuration has no host tier"
+        self.config = config.host
+        self.moves = moves
+        self.may_write: Callable[[], bool] = lambda: True
+        self._pool = pool
+        self._on_change = on_change
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+        self._writes: dict[MoveBatch, Copy] = {}
+        self._loads: dict[Move, Copy] = {}
+        self._owners: dict[Move, Callable[[Finished], object]] = {}
+        self._waiting: dict[Move, list[Callable[[bool], object]]] = {}
+        self._after_writes: list[Callable[[], object]] = []
+        self._load_bytes_per_s: float | None = None
+        share, upper = self.config.reserve, moves.upper.cache
+        swa, states = upper.allocator.swa, upper.pools.states
+        self._reserves: list[tuple[Callable[[int], Plan], int]] = [
+            (moves.plan_demotion, int(share * upper.num_slots)),
+            (moves.plan_windows, 0 if swa is None else int(share * swa.num_slots)),
+            (moves.plan_states, 0 if states is None else int(share * states.num_slots)),
+        ]
+        self.copier: Copier | None = None
+        self._copies: PageCopies | None = None
+        self._memory: HostMemory | None = None
+        self._token_bytes = 0.0
+        self.is_instant = pool is None or not config.pool.has_tensors
+        if self.is_instant:
+            upper.watch_victims(moves.write_before_eviction)
+            return
+        assert pool is not None
+        records = PageRecords(pool)
+        self._token_bytes = (records.num_bytes("full") + records.num_bytes("swa")) / config.page_size
+        upper.watch_victims(moves.count_dropped)
+        layout = records.layout(*config.host_sizes)
+        self._memory = HostMemory(layout, name, pin=self.config.pin, on_change=self._memory_changed)
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def state(self) -> str:
+        """ "ready", "reserving", "closed", or why the tier is not there."""
+        if self._is_closed:
+            return "closed"
+        return READY if self._memory is None else self._memory.state
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the tier's memory is registered with CUDA."""
+        return self._memory is not None and self._memory.pinned
+
+    def start(self) -> None:
+        """Post changes to the running loop from now on."""
+        self._loop = asyncio.get_running_loop()
+
+    def _memory_changed(self) -> None:
+        """Post `on_change` to the loop. Called in a thread."""
+        if (loop := self._loop) is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._on_change)
+
+    def _is_ready(self) -> bool:
+        """Return whether moves may begin; make the copier once the memory is there."""
+        if self._is_closed:
+            return False
+        if self.is_instant or self.copier is not None:
+            return True
+        assert self._memory is not None and self._pool is not None
+        if (lower := self._memory.pool) is None:
+            return False
+        self._copies = PageCopies(self._pool, lower)
+        self.copier = self.make_copier(self._copies)
+        return True
+
+    def make_copier(self, copies: PageCopies) -> Copier:
+        """Return a copier, which the manager closes."""
+        return Copier(copies, write_mib_s=self.config.write_mib_s)
+
+    def tier(self, name: str) -> Tier:
+        """Return the tier of that name.
+
+        Raises:
+            InvalidRequest: there is no such tier.
+        """
+        tiers = {tier.name: tier for tier in (self.moves.upper, self.moves.lower)}
+        if name not in tiers:
+            raise InvalidRequest(f"tier must be one of {', '.join(map(repr, tiers))}, not {name!r:.80}")
+        return tiers[name]
+
+    def longest_prefix(self, key: RadixKey) -> int:
+        """Return how many tokens of a request's key the tier has. Changes nothing."""
+        return self.moves.lower.longest_prefix(key)
+
+    # ---------------------------------------------------------------- writes
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether writes are in flight: they lock pages of the pool."""
+        return bool(self._writes)
+
+    def write_ahead(self) -> Progress:
+        """Begin to write the KV that the pool would evict next, as far as the copier keeps up."""
+        if self.is_instant or not self._is_ready() or not self.may_write():
+            return Progress.AHEAD
+        for plan_writes, reserve in self._reserves:
+            if not reserve:
+                continue
+            if len(self._writes) >= _MOST_BATCHES:
+                return Progress.WORKING
+            plan = plan_writes(reserve)
+            if plan.moves:
+                self._write(plan.moves)
+            if not plan.is_ahead:
+                return Progress.WORKING if self._writes else Progress.MORE
+        return Progress.WORKING if self._writes else Progress.AHEAD
+
+    def _write(self, moves: Sequence[Move]) -> None:
+        assert self.copier is not None
+        batch = MoveBatch(moves)
+        self._writes[batch] = self.copier.write(batch.plan, partial(self._end_write, batch))
+
+    def _end_write(self, batch: MoveBatch, copied: Copied) -> None:
+        if batch in self._writes:  # `cancel_writes` and `stop_copies` end writes before they are reported
+            self._finish_write(batch, copied)
+        self._on_change()
+
+    def _finish_write(self, batch: MoveBatch, copied: Copied) -> None:
+        del self._writes[batch]
+        for move, num_pages, is_whole in batch.results(copied):
+            self.moves.finish(move, num_pages, is_whole)
+        if not self._writes:
+            waiting, self._after_writes = self._after_writes, []
+            for resume in waiting:
+                resume()
+
+    def cancel_writes(self) -> bool:
+        """End all writes, as a request lacks slots; return whether the pages that they locked are free already.
+
+        Else one chunk is being copied: `after_writes` calls back behind it.
+        """
+        assert self.copier is not None
+        for batch, copy in list(self._writes.items()):
+            self.copier.cancel(copy)
+            if copy.result is not None:
+                self._finish_write(batch, copy.result)
+        return not self._writes
+
+    def after_writes(self, resume: Callable[[], object]) -> None:
+        """Call `resume` once when no write is in flight any more."""
+        self._after_writes.append(resume)
+
+    # ---------------------------------------------------------------- loads
+
+    def holding(self, key: RadixKey, limit: int | None) -> AbstractContextManager[None]:
+        """Keep the prefix that the tier has of a key while a lease is opened: see `Moves.holding`."""
+        return self.moves.holding(key, limit) if self.is_instant else nullcontext()
+
+    def has_more(self, key: RadixKey) -> bool:
+        """Return whether the tier has a longer prefix of a request's key than the pool."""
+        return self.longest_prefix(key) > self.moves.upper.longest_prefix(key)
+
+    def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float) -> Move | None:
+        """Begin to load what the tier has of a new lease's prompt beyond its prefix.
+
+        Args:
+            limit: the lease reuses at most so many tokens.
+            timeout_s: the load ends after this time, with the pages that were copied.
+
+        Returns:
+            The move, which `when_loaded` waits for; None: there is nothing to load, or it was loaded in this call.
+
+        Raises:
+            OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
+        """
+        if not self._is_ready():
+            return None
+        move = self.moves.plan_load(lease, self._within(lease.prefix_len, limit, timeout_s))
+        return move if move is not None and self._begin_load(move, timeout_s) else None
+
+    def when_loaded(self, move: Move, on_end: Callable[[Finished], object]) -> None:
+        """Call `on_end` on the loop when the load of a lease has ended."""
+        self._owners[move] = on_end
+
+    def _within(self, prefix_len: int, limit: int | None, timeout_s: float) -> int | None:
+        """Return the limit of a prefix of which the part to load can be there in time, at the rate of recent loads."""
+        if self._load_bytes_per_s is None or self.copier is None:
+            return limit
+        queued = self.copier.queued_bytes(loads=True) if self._loads else 0
+        num_bytes = max(0.0, timeout_s * self._load_bytes_per_s - queued)
+        page = self.moves.upper.cache.page_size
+        most = prefix_len + int(num_bytes / max(1.0, self._token_bytes)) // page * page
+        return most if limit is None else min(limit, most)
+
+    def _begin_load(self, move: Move, timeout_s: float | None) -> bool:
+        """Begin to copy a load; return False if it has ended already."""
+        if self.copier is None:
+            self.moves.finish(move, move.num_pages)
+            return False
+        batch = MoveBatch((move,))
+        self._loads[move] = self.copier.load(batch.plan, partial(self._end_load, batch), timeout_s)
+        return True
+
+    def _end_load(self, batch: MoveBatch, copied: Copied) -> None:
+        (move,) = batch.moves
+        if self._loads.pop(move, None) is None:  # ended by `close`
+            return
+        assert self.copier is not None
+        self._load_bytes_per_s = self.copier.counts(loads=True).bytes_per_s
+        ((_, num_pages, is_whole),) = batch.results(copied)
+        finished = self.moves.finish(move, num_pages, is_whole)
+        if (owner := self._owners.pop(move, None)) is not None:
+            owner(finished)
+        for resume in self._waiting.pop(move, ()):
+            resume(is_whole)
+        self._on_change()
+
+    def running_load(self, key: RadixKey, limit: int | None) -> Move | None:
+        """Return the load in flight that brings the next page of a request's key; None if there is none."""
+        return self.moves.running_load(key, limit) if self._loads else None
+
+    def wait_for(self, move: Move, resume: Callable[[bool], object]) -> None:
+        """Call `resume` when a load has ended, with whether all of it was copied: in the order of these calls."""
+        self._waiting.setdefault(move, []).append(resume)
+
+    def prefetch(self, key: RadixKey) -> int:
+        """Begin to load the prefix of a key for no lease; return the tokens to load, 0 if there are none or no room."""
+        if not self._is_ready():
+            return 0
+        cache = self.moves.upper.cache
+        in_flight = sum(len(move.key) - move.first for move in self._loads if move not in self._owners)
+        room = max(0, cache.num_slots // _PREFETCHED - in_flight)
+        move = self.moves.plan_prefetch(key, self.moves.upper.longest_prefix(key) + room)
+        if move is None:
+            return 0
+        num_tokens = len(move.key) - move.first
+        self._begin_load(move, None)
+        return num_tokens
+
+    # ---------------------------------------------------------------- the end
+
+    def stop_copies(self) -> None:
+        """End all moves. It waits for at most one chunk. No callback is called for them.
+
+        The leases that were being filled end: call it when their sessions do not wait for them any more.
+        """
+        self._after_writes.clear()
+        self._waiting.clear()
+        self._owners.clear()
+        if self.copier is None:
+            return
+        upper = self.moves.upper.cache
+        for move in self._loads:
+            if session_id := move.target.filling_for:
+                upper.release(move.target.lease_id, session_id)
+        self.copier.stop_all()
+        for move, copy in self._loads.items():
+            assert copy.result is not None
+            ((_, num_pages, is_whole),) = MoveBatch((move,)).results(copy.result)
+            self.moves.finish(move, num_pages, is_whole)
+        self._loads.clear()
+        for batch, copy in list(self._writes.items()):
+            assert copy.result is not None
+            self._finish_write(batch, copy.result)
+
+    def close(self) -> None:
+        """End all moves, and give the tier's memory back. The pool may be freed afterwards."""
+        if self._is_closed:
+            return
+        self.stop_copies()
+        self._is_closed = True
+        if self.copier is not None:
+            self.copier.close()
+        self._copies = self._pool = None
+        if self._memory is not None:
+            self._memory.close()
+
+    # ---------------------------------------------------------------- checks
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rule of either tier or of a move is broken, or a page differs between the tiers.
+
+        O(n), and O(bytes) of the pages that both tiers have if the pool is on the CPU.
+        """
+        self.moves.check_invariants()
+        copies, pool = self._copies, self._pool
+        if copies is None or pool is None or pool.storage.device.type != "cpu":
+            return
+        upper, lower = (tier.cache.radix for tier in (self.moves.upper, self.moves.lower))
+        for leaf in lower.parts.nodes():
+            if leaf.children or not leaf.data or not leaf.namespace.live:
+                continue
+            path = lower.path_to(leaf)
+            _, starts = upper.locate(path.key, len(path.key))
+            plan = CopyPlan(starts, path.starts[: len(starts)])
+            page = copies.first_difference(plan) if len(starts) else None
+            assert page is None, f"page {page} of {path.key} differs between the tiers"
