@@ -63,7 +63,9 @@ class TierStats(PydanticMessage):
         default=0, description="tokens that were loaded by a prefetch, or for a lease that ended meanwhile"
     )
     tokens_dropped: int = Field(default=0, description="tokens evicted from the pool before they were written")
-    tokens_failed: int = Field(default=0, description="tokens whose copies failed, were late, or were cancelled")
+    tokens_failed: int = Field(
+        default=0, description="tokens that were to be copied and were not: a copy failed, was late, or was cancelled"
+    )
     writes_refused: int = Field(default=0, description="moves for which the tier had no room")
     states_not_published: int = Field(default=0, description="loaded states for which the pool had no second slot")
     loads: dict[str, int] = Field(

@@ -60,7 +60,7 @@ class _Asked:
 class Admission:
     """Grants leases and lets them grow. New leases never overtake queued requests that wait for the same.
 
-    A lease whose prompt the tier below has more of is filled before it is handed out, and its request has a ticket
+    If the tier below has more of a prompt, its lease is filled before it is handed out, and its request has a ticket
     meanwhile. So has a request that needs the pages of a load in flight: it waits for that load, without slots. It is
     tried again when the load has ended, and may have to wait for room then.
 
@@ -327,7 +327,7 @@ class Admission:
         return ticket
 
     def _resume(self, asked: _Asked, waiter: Waiter, waited_for: object, may_load: bool = True) -> None:
-        """Go on with a request whose wait has ended.
+        """Go on with a request after a wait.
 
         Args:
             may_load: False: the load failed or was late, so the request goes on without it.
@@ -382,7 +382,7 @@ class Admission:
         raise self._refusals.exhausted(asked.key, shortage, num_tokens=num_tokens, waited=waited)
 
     def _expire(self, asked: _Asked, shortage: OutOfSlotsError) -> Message | Exception:
-        """Return the outcome of a queued request whose time has run out."""
+        """Return the outcome of a queued request that may wait no longer."""
         try:
             return self._give_up(asked, shortage, waited=True)
         except Exception as error:  # every failure becomes its caller's typed error

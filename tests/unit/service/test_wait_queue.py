@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.processes.fake_clock import Clock
 
-from raydix.actors.sessions.wait_queue import Position, WaitQueue
+from raydix.actors.sessions.wait_queue import Position, Waiter, WaitQueue
 from raydix.cache_core import OutOfSlotsError
 from raydix.schemas import Ack, Message, UnknownLease
 
@@ -21,10 +21,14 @@ class Crowd:
         self.room = 0
 
     def join(self, session_id: str, lease_id: str, urgent: bool = False) -> tuple[int, int]:
-        position = Position(None, urgent, lambda: False)
-        return self.queue.join(session_id, lease_id, position, self._attempt, 60.0, lambda shortage: shortage, SHORTAGE)
+        queue = self.queue
+        waiter = None if urgent else queue.find(session_id, lease_id)
+        if waiter is not None:
+            return waiter.ticket, queue.position_of(waiter)
+        waiter = queue.give_ticket(session_id, lease_id, Position(None, urgent, lambda: False))
+        return waiter.ticket, queue.join(waiter, self._attempt, 60.0, lambda shortage: shortage, SHORTAGE)
 
-    def _attempt(self) -> Message:
+    def _attempt(self, waiter: Waiter) -> Message:
         if not self.room:
             raise SHORTAGE
         self.room -= 1
