@@ -515,7 +515,8 @@ class PrefixCacheClient:
             mapped: None maps the memory if this process can reach it, and copies through the cache otherwise; True
                 insists on mapping; False declines it.
             pin: register mapped host memory with CUDA, for fast copies to and from this process's GPU. None: in the
-                background, if this process has a GPU; True: before this returns; False: do not.
+                background, if this process has a GPU; True: before this returns; False: do not. CUDA refuses a transfer
+                between a card and registered memory that crosses an address that 2**30 divides.
 
         Raises:
             CacheUnavailable: `mapped=True`, or the pool's layers differ in shape, but this process cannot map it; or

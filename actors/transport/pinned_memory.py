@@ -9,13 +9,16 @@ from typing import Any, cast
 
 import torch
 
-logger = logging.getLogger(__name__)
+from raydix.cache_core.pool.record_copies import PIECE_BYTES
 
-PIECE_BYTES = 2**30  # registered by one call, which holds a lock of the driver
+logger = logging.getLogger(__name__)
 
 
 class PinnedMemory:
     """Registers memory with CUDA in a thread of its own, piece by piece: a GiB takes about half a second.
+
+    Each call holds a lock of the driver. A piece ends where `PIECE_BYTES` divides the address, so no two pieces have a
+    page of memory in common. CUDA refuses a transfer that crosses the end of a piece; `RecordCopies` cuts it there.
 
     Unregistered memory works, more slowly. The memory stays mapped until it is registered no more.
 
@@ -55,11 +58,13 @@ class PinnedMemory:
     def _run(self, storage: torch.Tensor) -> None:
         address, pieces = storage.data_ptr(), []
         try:
-            for start in range(0, storage.numel(), PIECE_BYTES):
+            end = address + storage.numel()
+            for border in range(address - address % PIECE_BYTES, end, PIECE_BYTES):
                 if self._is_closed.is_set():
                     break
-                self._register(address + start, min(PIECE_BYTES, storage.numel() - start))
-                pieces.append(address + start)
+                start = max(address, border)
+                self._register(start, min(border + PIECE_BYTES, end) - start)
+                pieces.append(start)
             self._is_ready = not self._is_closed.is_set()
         except RuntimeError as error:
             self.error = str(error).strip().splitlines()[0]

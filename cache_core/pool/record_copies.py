@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from raydix.cache_core.pool.copy_slots import widened
 
+PIECE_BYTES = 2**30  # host memory is registered with CUDA in pieces that end at addresses that this divides
 _STAGING_BYTES = 64 * 2**20
 _MANY_RUNS = 64  # more runs are copied by index, through a temporary tensor
 _TEMPORARY_BYTES = 2**20
@@ -26,12 +27,13 @@ class RecordCopies:
 
     A row of a tensor has one or more parts, each of which is a segment of one record. Each call copies with few large
     operations, which do not hold the interpreter. Where the records lie on another device than the tensors, records are
-    gathered on the tensors' device, and each run of records is one transfer. A call returns when the copy has ended.
+    gathered on the tensors' device, and each run of records is one transfer. CUDA refuses a transfer that crosses the
+    end of registered memory, so a run is cut there. A call returns when the copy has ended.
 
     Attributes:
         rows: of each tensor, `[num_rows, parts, *segment]`.
         segments: of each tensor in all records, `[num_records, *segment]`.
-        records: `[num_records, bytes]`.
+        records: `[num_records, bytes]`, contiguous.
         staging: some records on the device of the tensors, `[number, bytes]`; None: the records are on that device.
         staged: the segment of each tensor in them, `[number, *segment]`.
         stream: of the copies, where the tensors lie on a GPU.
@@ -57,7 +59,7 @@ class RecordCopies:
         Args:
             tensors: `[num_rows, parts, *segment]` uint8 each, and a function that returns the segment of the tensor in
                 records, `[number, *segment]`, as a view of them.
-            records: `[num_records, bytes]` uint8.
+            records: `[num_records, bytes]` uint8, contiguous.
             stream: of the copies, where the tensors lie on a GPU.
             staging_bytes: of the records that are gathered before a transfer, one record at least; None: 64 MiB.
         """
@@ -138,11 +140,13 @@ class RecordCopies:
         if to_records:
             for tensor, staged in zip(self.rows, self.staged, strict=True):
                 staged[:number].copy_(tensor[places])
-            for first, record, length in runs:
-                self.records[record : record + length].copy_(staging[first : first + length], non_blocking=True)
-            return
         for first, record, length in runs:
-            staging[first : first + length].copy_(self.records[record : record + length], non_blocking=True)
+            in_records, in_staging = self.records[record : record + length], staging[first : first + length]
+            for of_records, of_staging in _in_pieces(in_records, in_staging):
+                target, source = (of_records, of_staging) if to_records else (of_staging, of_records)
+                target.copy_(source, non_blocking=True)
+        if to_records:
+            return
         for tensor, staged in zip(self.rows, self.staged, strict=True):
             tensor[places] = staged[:number]
 
@@ -155,6 +159,19 @@ def find_runs(rows: Ids, records: Ids, step: int) -> Runs:
         (int(rows[start]), int(records[start]), end - start)
         for start, end in zip(starts, [*starts[1:], len(rows)], strict=True)
     ]
+
+
+def _in_pieces(records: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield both runs of records in parts, each of which lies in one piece of registered memory."""
+    address, num_bytes = records.data_ptr(), records.nbytes
+    before = address % PIECE_BYTES
+    if before + num_bytes <= PIECE_BYTES:
+        yield records, staging
+        return
+    records, staging = records.view(-1), staging.view(-1)
+    for start in range(-before, num_bytes, PIECE_BYTES):
+        part = slice(max(0, start), start + PIECE_BYTES)
+        yield records[part], staging[part]
 
 
 def _copy_by_index(tensor: torch.Tensor, segments: torch.Tensor, rows: Ids, records: Ids, *, to_records: bool) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from raydix.cache_core.pool import record_copies
+
 DEVICE = torch.device("xpu")
 
 
@@ -17,7 +19,10 @@ class OnCard(torch.Tensor):
 
 
 class WithCard(TorchFunctionMode):
-    """In this context, `OnCard` tensors have another device. Only `copy_`, `to` and `cpu` cross it."""
+    """In this context, `OnCard` tensors have another device. Only `copy_`, `to` and `cpu` cross it.
+
+    `copy_` raises if the tensor in host memory crosses the end of a piece that is registered with CUDA.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -32,8 +37,19 @@ class WithCard(TorchFunctionMode):
             return args[0].as_subclass(torch.Tensor).clone()
         if len(on_card) > 1 and func is not torch.Tensor.copy_:
             raise RuntimeError(f"Expected all tensors to be on the same device: {getattr(func, '__name__', func)}")
+        if len(on_card) > 1:
+            for tensor in tensors:
+                if not isinstance(tensor, OnCard):
+                    _check_piece(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if on_card and isinstance(args[0] if args else None, OnCard) and isinstance(result, torch.Tensor):
             return result.as_subclass(OnCard)
         return result
+
+
+def _check_piece(tensor: torch.Tensor) -> None:
+    """Raise RuntimeError unless a tensor is contiguous, in one piece of registered memory."""
+    piece, start = record_copies.PIECE_BYTES, tensor.data_ptr()
+    if not tensor.is_contiguous() or start // piece != (start + max(1, tensor.nbytes) - 1) // piece:
+        raise RuntimeError("CUDA error: invalid argument")

@@ -43,14 +43,32 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_memory, "PIECE_BYTES", PIECE)
 
 
-def test_all_of_the_memory_is_registered_in_pieces_until_it_is_closed() -> None:
-    storage, driver = torch.zeros(2 * PIECE + 100, dtype=torch.uint8), Driver()
+def memory_at(offset: int, num_bytes: int) -> torch.Tensor:
+    """Memory that begins `offset` bytes behind the end of a piece."""
+    memory = torch.zeros(num_bytes + 2 * PIECE, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % PIECE + offset :][:num_bytes]
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes", "sizes"),
+    [
+        (0, 2 * PIECE + 100, [PIECE, PIECE, 100]),
+        (64, 2 * PIECE, [PIECE - 64, PIECE, 64]),
+        (PIECE - 64, 100, [64, 36]),
+        (64, 100, [100]),
+    ],
+)
+def test_all_of_the_memory_is_registered_in_pieces_until_it_is_closed(
+    offset: int, num_bytes: int, sizes: list[int]
+) -> None:
+    storage, driver = memory_at(offset, num_bytes), Driver()
     pinned = PinnedMemory(storage, driver.register, driver.unregister)
     pinned.wait()
 
     first = storage.data_ptr()
     assert pinned.is_ready
-    assert driver.registered == {first: PIECE, first + PIECE: PIECE, first + 2 * PIECE: 100}
+    assert driver.registered == {first + sum(sizes[:at]): size for at, size in enumerate(sizes)}
+    assert all(address % PIECE == 0 for address in [*driver.registered][1:]), "two pieces must share no page of memory"
 
     memory = weakref.ref(storage)
     del storage
@@ -65,7 +83,7 @@ def test_all_of_the_memory_is_registered_in_pieces_until_it_is_closed() -> None:
 def test_after_a_failure_no_piece_stays_registered(caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver(fail_at=3)
     with caplog.at_level(logging.WARNING):
-        pinned = PinnedMemory(torch.zeros(5 * PIECE, dtype=torch.uint8), driver.register, driver.unregister)
+        pinned = PinnedMemory(memory_at(0, 5 * PIECE), driver.register, driver.unregister)
         pinned.wait()
 
     assert not pinned.is_ready and pinned.error == "CUDA error: out of memory"

@@ -47,6 +47,7 @@ def test_no_operation_mixes_the_tensors_of_a_card_and_of_host_memory(
     monkeypatch: pytest.MonkeyPatch, make: Make, page_size: int
 ) -> None:
     monkeypatch.setattr(record_copies, "_STAGING_BYTES", 1000)  # some records
+    monkeypatch.setattr(record_copies, "PIECE_BYTES", 256)  # less than some records
 
     def on_card(dtype: torch.dtype) -> list[torch.Tensor]:
         return [layer.as_subclass(OnCard) for layer in make(dtype)]

@@ -68,9 +68,11 @@ def test_random_plans_move_their_records_and_no_others(name: str, many: int, mon
         check_random_plans(random_pool(LAYOUTS[name], dtype), 5)
 
 
+@pytest.mark.parametrize("piece", [2**30, 64], ids=["one piece", "small pieces"])
 @pytest.mark.parametrize("name", ["attention", "mixed", "opaque, mixed"])
-def test_records_of_a_card_are_staged_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_a_card_are_staged_there(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_records, "CHUNK_BYTES", 200)  # some records
+    monkeypatch.setattr(record_copies, "PIECE_BYTES", piece)
     on_host = random_pool(LAYOUTS[name])
     pool = random_pool(LAYOUTS[name], storage=on_host.storage.clone().as_subclass(OnCard))
     below, rng = pool_below(on_host), random.Random(2)
@@ -78,14 +80,14 @@ def test_records_of_a_card_are_staged_there(name: str, monkeypatch: pytest.Monke
         copies = PageCopies(pool, below)
         plans = [random_plan(rng, on_host, below) for _ in range(6)]
         for plan in plans:
-            on_host.storage.copy_(pool.storage)
+            on_host.storage.copy_(pool.storage.cpu())
             wanted = copied(plan, contents(on_host), contents(below), down=True)
             copies.write(plan, 0, len(plan))
             assert contents(below) == wanted
             below.storage.random_(0, 256)
             wanted = copied(plan, contents(below), contents(on_host), down=False)
             copies.load(plan, 0, len(plan))
-            on_host.storage.copy_(pool.storage)
+            on_host.storage.copy_(pool.storage.cpu())
             assert contents(on_host) == wanted
 
 
