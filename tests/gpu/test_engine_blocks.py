@@ -38,6 +38,7 @@ def test_blocks_are_copied_to_a_pool_on_the_card_and_back(make: Make) -> None:
     target = copies.attach(make_pool(copies, BLOCK // 2).cuda(), BLOCK // 2)
     assert target.copies.staging is None
     before = [layer.clone() for layer in layers]
+    torch.cuda.synchronize()  # copies run on a stream of their own
     for blocks in (np.arange(NUM_BLOCKS), np.random.default_rng(0).permutation(NUM_BLOCKS)):
         pages = np.arange(2 * NUM_BLOCKS)[::-1].copy()
         target.save(blocks, pages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from support.tiers.pool_pages import (
     check_random_plans,
     contents,
     copied,
-    pool_below,
     random_plan,
     random_pool,
 )
@@ -22,9 +22,9 @@ from support.waiting import wait_until
 
 from raydix.actors.tiers.copier import Copied, Copier
 from raydix.actors.tiers.host_memory import HostMemory
-from raydix.cache_core import RecordLayout
+from raydix.actors.transport import pinned_memory
+from raydix.cache_core import RecordLayout, RecordPool
 from raydix.cache_core.pool import record_copies
-from raydix.cache_core.pool.record_copies import RecordCopies
 from raydix.cache_core.tiers import page_records
 from raydix.cache_core.tiers.page_records import PageCopies, PageRecords
 
@@ -43,8 +43,10 @@ def test_random_plans_move_their_records_and_no_others(
     check_random_plans(random_pool(LAYOUTS[name], dtype, device="cuda"), 6)
 
 
-@pytest.fixture
-def memory() -> Iterator[HostMemory]:
+@pytest.fixture(params=[2**30, 4096], ids=["one piece", "small pieces"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostMemory]:
+    for module in (pinned_memory, record_copies):
+        monkeypatch.setattr(module, "PIECE_BYTES", request.param)
     pool = random_pool(LAYOUTS["mixed"], torch.bfloat16, device="cuda")
     made = HostMemory(PageRecords(pool).layout(4096, 64, 8), "e" * 32, pin=True)
     wait_until(lambda: made.pinned)
@@ -72,19 +74,23 @@ async def test_a_copier_writes_to_registered_memory_and_loads_from_it(memory: Ho
 
 @pytest.mark.parametrize("waits", [True, False])
 async def test_a_load_is_reported_when_every_stream_sees_it(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_rows = RecordCopies._copy_rows
-
-    def slow(copies: RecordCopies, *arguments: object, **options: object) -> None:
-        torch.cuda._sleep(_LONG)  # on the stream of the copies
-        copy_rows(copies, *arguments, **options)  # type: ignore[arg-type]
+    def slow(*arguments: Any) -> record_copies.Runs:
+        """Delay the stream of the copies. The numbers of rows are on the card by then; that transfer waits."""
+        torch.cuda._sleep(_LONG)
+        return find_runs(*arguments)
 
     pool = random_pool(LAYOUTS["attention"], torch.bfloat16, device="cuda")
-    below = pool_below(pool)
+    layout = PageRecords(pool).layout(48)
+    storage = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)  # others' transfers may wait
+    below = random_pool(layout, storage=storage)
+    assert isinstance(below, RecordPool)
     copies, plan = PageCopies(pool, below), random_plan(random.Random(0), pool, below, 6)
-    copies.write(plan, 0, 6)  # both are equal, and everything is loaded once
+    copies.write(plan, 0, 6)
+    copies.load(plan, 0, 6)  # both are equal, and every kernel is loaded
     pool.storage.zero_()
     torch.cuda.synchronize()
-    monkeypatch.setattr(RecordCopies, "_copy_rows", slow)
+    find_runs = record_copies.find_runs
+    monkeypatch.setattr(record_copies, "find_runs", slow)
     if not waits:
         monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda stream: None)
     copier, ended = Copier(copies), asyncio.get_running_loop().create_future()
