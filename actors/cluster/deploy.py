@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -37,9 +38,8 @@ _MAX_CONCURRENCY = 16_384  # each open session and waiting request takes one
 SHUTDOWN_S = 10.0  # added to the drain
 _RETRY_S = 0.1  # pause between attempts while a cache of the same name ends
 _LOOK_S = 0.25  # pause between checks whether the caller was cancelled
-_NAME_IS_TAKEN: type[Exception] = getattr(
-    ray.exceptions, "ActorAlreadyExistsError", ValueError
-)  # older Ray raises ValueError
+# Ray before 2.54 raises ValueError.
+_NAME_IS_TAKEN: type[Exception] = getattr(ray.exceptions, "ActorAlreadyExistsError", ValueError)
 _given_up: ContextVar[threading.Event] = ContextVar("given_up", default=threading.Event())  # noqa: B039 -- never set
 
 
@@ -121,7 +121,7 @@ def start_cache(
         try:
             return cast("ActorHandle[Any]", cast(Any, ray.remote(PrefixCacheActor)).options(**options).remote(config))
         except (TypeError, ValueError, ArithmeticError) as error:
-            if isinstance(error, _NAME_IS_TAKEN):
+            if _is_taken_name(error):
                 raise
             raise InvalidRequest(f"Ray refuses an option of the cache's actor: {cut(str(error))}") from error
 
@@ -217,6 +217,13 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     except GetTimeoutError:
         logger.warning("the cache was killed: it did not answer within %g s of its drain", SHUTDOWN_S)
     ray.kill(cache)
+
+
+def _is_taken_name(error: Exception) -> bool:
+    """Return whether Ray refuses an actor because its name is taken. Older Ray says so by the text of a ValueError."""
+    if _NAME_IS_TAKEN is not ValueError:
+        return isinstance(error, _NAME_IS_TAKEN)
+    return isinstance(error, ValueError) and re.search("is already taken|already exists", str(error)) is not None
 
 
 def _cluster_has_gpus() -> bool:

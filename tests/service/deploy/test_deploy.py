@@ -247,22 +247,40 @@ async def test_concurrent_starts_of_one_name_get_one_cache_and_a_detached_one_ou
         connect(name)
 
 
-def test_of_a_ray_that_has_no_error_for_a_taken_name_its_value_error_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray 2.54 has such an error, 2.52 has none."""
+@pytest.fixture
+def of_old_ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, as it is with a Ray that has no error for a taken name: Ray 2.54 has one, 2.52 has none."""
     monkeypatch.delattr("ray.exceptions.ActorAlreadyExistsError", raising=False)
     spec = find_spec(deploy.__name__)
     assert spec is not None and spec.loader is not None
-    of_old_ray = module_from_spec(spec)
-    spec.loader.exec_module(of_old_ray)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["The name kv (namespace=raydix) is already taken.", "Actor with name 'kv' already exists in the namespace raydix"],
+)
+def test_a_value_error_of_older_ray_says_that_a_name_is_taken(
+    of_old_ray: Any, ray_cluster: None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempts: list[str] = []
-    monkeypatch.setattr(of_old_ray, "find", lambda name, namespace: None)
 
-    def name_is_taken() -> Any:
+    def refuse(*args: Any, **options: Any) -> None:
         attempts.append("made")
-        raise ValueError("The name kv (namespace=raydix) is already taken.")
+        raise ValueError(message)
 
-    assert of_old_ray._ready("kv", "raydix", name_is_taken, time.monotonic() + 60, 60) is None
-    assert attempts == ["made"]
+    monkeypatch.setattr("ray.actor.ActorClass._remote", refuse)
+    with pytest.raises(CacheUnavailable, match=r"exists, but is not ready after 0\.3 s"):
+        of_old_ray.start_cache(CONFIG, name=new_name(), timeout_s=0.3)
+
+    assert len(attempts) > 1
+
+
+def test_older_ray_refuses_an_option_at_the_first_attempt(of_old_ray: Any, ray_cluster: None) -> None:
+    with pytest.raises(InvalidRequest, match="lifetime"):
+        of_old_ray.start_cache(CONFIG, lifetime="eternal", timeout_s=5)
 
 
 def test_while_a_name_stays_taken_by_an_actor_that_cannot_be_found_the_deadline_holds(
