@@ -50,13 +50,13 @@ def wrong_option(error: ValidationError, command: str, options: Mapping[str, str
 
 def _bad_parameter(error: typer.BadParameter) -> Exception:
     """Return the error of an option with a value of a wrong kind or size, with that value."""
-    faults = getattr(error.__cause__, "errors", None)  # a method of pydantic's errors, which typer catches
-    if faults is None or error.param is None or error.ctx is None:
+    if error.param is None or error.ctx is None:
         return error
     named = error.param.opts[-1] if error.param.param_type_name == "option" else (error.param.name or "").upper()
-    message = f"{named} {fault_text(faults(include_url=False)[0])}"
+    faults = getattr(error.__cause__, "errors", None)  # a method of pydantic's errors; typer before 0.29 has none
+    fault = f": {error.message.rstrip('.')}" if faults is None else f" {fault_text(faults(include_url=False)[0])}"
     _, *command = error.ctx.command_path.split()  # the first word depends on how it was started
-    return CommandError(message, f"raydix {' '.join(command)} --help", USAGE)
+    return CommandError(f"{named}{fault}", f"raydix {' '.join(command)} --help", USAGE)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Failure:
 
 def failure_of(error: Exception) -> Failure | None:
     """Return the output for an error that is meant for the user; None for a bug."""
-    if isinstance(error, typer.BadParameter) and isinstance(error.__cause__, ValueError):
+    if type(error) is typer.BadParameter:  # a missing parameter is of a subclass
         error = _bad_parameter(error)
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:  # a task group wraps errors
         error = error.exceptions[0]

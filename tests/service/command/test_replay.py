@@ -12,6 +12,8 @@ import matplotlib
 import numpy as np
 import pytest
 import ray
+import typer
+from packaging.version import Version
 from support.models.sample_trace import EVICTED, PROMPT_TOKENS, PROMPTS, REUSED, recorded_trace, write_trace
 from support.processes.command_line import run, run_json
 
@@ -238,22 +240,36 @@ def test_a_trace_that_is_not_there_or_empty_is_named(tmp_path: Path, name: str, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "complaint", "of_old_typer", "command"),
     [
         (
             ("replay", "t", "--limit", 0),
-            "--limit must be greater than or equal to 1, not '0'\n  try: raydix replay --help",
+            "--limit must be greater than or equal to 1, not '0'",
+            "--limit: 0 is not in the range x>=1",
+            "replay",
         ),
-        (("stop", "a", "--drain", "60s"), "--drain must be a valid number, not '60s'\n  try: raydix stop --help"),
+        (
+            ("stop", "a", "--drain", "60s"),
+            "--drain must be a valid number, not '60s'",
+            "--drain: '60s' is not a valid float range",
+            "stop",
+        ),
         (
             ("fleet", "replay", "t", "--seeds", "x"),
-            "--seeds must be a whole number, not 'x'\n  try: raydix fleet replay",
+            "--seeds must be a whole number, not 'x'",
+            "--seeds: 'x' is not a valid integer range",
+            "fleet replay",
         ),
     ],
 )
-def test_a_wrong_value_of_an_option_is_shown_also_as_json(arguments: tuple[object, ...], complaint: str) -> None:
-    assert f"error: {complaint}" in run(*arguments, exit_code=2).stderr
-    assert run_json(*arguments, exit_code=2)["error"]["message"] == complaint.partition("\n")[0]
+def test_a_wrong_value_of_an_option_is_shown_also_as_json(
+    arguments: tuple[object, ...], complaint: str, of_old_typer: str, command: str
+) -> None:
+    if Version(typer.__version__) < Version("0.29"):  # it checks values without pydantic
+        complaint = of_old_typer
+
+    assert f"error: {complaint}\n  try: raydix {command} --help" in run(*arguments, exit_code=2).stderr
+    assert run_json(*arguments, exit_code=2)["error"]["message"] == complaint
 
 
 def test_equal_ids_are_equal_blocks_and_other_ids_other_blocks() -> None:
