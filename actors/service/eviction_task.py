@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_STEP, _MAX_STEP = 64, 16_384  # tokens evicted between two looks at the clock
 _BACKOFF_S = 0.1  # the pause after a round that failed
-_REST_S = 0.05  # the pause before KV is written ahead of need: a look at all of it may take a millisecond
+_RESTS = 20  # The pause before KV is looked at again that is to be written ahead is so many times as long as a look.
+_MIN_REST_S, _MAX_REST_S = 0.002, 0.1
 
 
 class PoolGauge:
@@ -114,6 +115,7 @@ class EvictionTask:
         self._write_ahead = write_ahead
         self._is_evicting = False  # It has been below the floor of a pool, and is not at all goals yet.
         self._rest: asyncio.TimerHandle | None = None
+        self._rest_s = _MIN_REST_S
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._rounds = self._slices = self._retired = self._failures = 0
@@ -141,7 +143,7 @@ class EvictionTask:
         if self._write_ahead is None or any(gauge.is_pressed() for gauge in self._gauges):
             self.wake()
         elif self._rest is None and self._task is not None:
-            self._rest = asyncio.get_running_loop().call_later(_REST_S, self._end_rest)
+            self._rest = asyncio.get_running_loop().call_later(self._rest_s, self._end_rest)
 
     def _end_rest(self) -> None:
         self._rest = None
@@ -194,9 +196,11 @@ class EvictionTask:
 
     def _write_and_relieve(self, write_ahead: Callable[[], Progress]) -> bool:
         """Have KV written, and evict once that is done, or if slots are very few; return whether the round is over."""
+        began_at = time.monotonic()
         progress = write_ahead()
         while progress is Progress.MORE and not self._steps.done():
             progress = write_ahead()
+        self._rest_s = min(max(_MIN_REST_S, _RESTS * (time.monotonic() - began_at)), _MAX_REST_S)
         self._is_evicting = self._is_evicting or any(gauge.is_pressed() for gauge in self._gauges)
         if not self._is_evicting:
             return progress is not Progress.MORE

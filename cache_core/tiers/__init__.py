@@ -2,6 +2,5 @@
 
 A tier is a cache of its own: `Tier` names a `KVCache`. A move of pages between two tiers is two leases and a copy:
 `Moves` opens the leases, and ends them once the copier has copied. No node of a tree refers to another tier.
-`TieredCache` is two tiers with nothing to copy, for replays. `PageRecords` and `PageCopies` copy pages to records of
-bytes and back.
+`PageRecords` and `PageCopies` copy pages to records of bytes and back.
 """

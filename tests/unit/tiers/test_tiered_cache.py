@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 from support.caches.small_kv_cache import NO_IDS, key, publish
+from support.tiers.tiered_cache import TieredCache
 from support.traffic.eviction_order import NUM_PAGES, PAGE, make
 
 from raydix.cache_core import OutOfSlotsError, RadixKey
 from raydix.cache_core.tiers.tier import Tier
-from raydix.cache_core.tiers.tiered_cache import TieredCache
 
 
 def make_tiers(kind: str, policy: str = "lru", host_pages: int = 2000) -> TieredCache:

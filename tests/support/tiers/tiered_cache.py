@@ -1,4 +1,4 @@
-"""`TieredCache`: a cache without KV and a tier below it, between which moves take no time: for replays, simulations."""
+"""`TieredCache`: a core and a tier below it, between which moves take no time, as admission makes them."""
 
 from __future__ import annotations
 
