@@ -14,7 +14,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from raydix.cache_core.components.window_kv import kept_tail
-from raydix.schemas import CacheConfig, EvictionConfig, LeaseConfig, PoolConfig
+from raydix.schemas import CacheConfig, EvictionConfig, HostConfig, LeaseConfig, PoolConfig
 
 NUM_PAGES = 8
 MAX_WAITERS = 3
@@ -80,11 +80,16 @@ class KindUnderTest:
         return CacheConfig(
             page_size=self.page_size,
             pool=PoolConfig(**pool | self.pool),
-            eviction=EvictionConfig(high_watermark=1.0),
             leases=LeaseConfig(max_waiters=MAX_WAITERS),
             validate=True,
-            **self.config,
+            **{"eviction": EvictionConfig(high_watermark=1.0)} | self.config,
         )
+
+    def with_host(self) -> KindUnderTest:
+        """Return the same kind above a host tier of twice its size, to which all unlocked KV is written soon."""
+        marks = EvictionConfig(high_watermark=0.95, low_watermark=0.9)
+        host = HostConfig(num_slots=2 * NUM_PAGES * self.page_size, reserve=0.99)
+        return replace(self, name=f"{self.name}-host", config={**self.config, "eviction": marks, "host": host})
 
 
 def radix(page_size: int = 1, index_head_dim: int = 0) -> KindUnderTest:

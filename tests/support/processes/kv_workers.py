@@ -48,7 +48,8 @@ class Worker:
             lease = await self.client.lock(tokens, lora_id=salt or None)
         except PoolExhausted:  # no row or state for one more
             return
-        assert lease.prefix_len == found.prefix_len, "what was reported is not there"
+        most = max(found.prefix_len, found.host_len)
+        assert found.prefix_len <= lease.prefix_len <= most, "what was reported is not there"
         await check_kv(self.cache, self.pool, lease, tokens[: lease.prefix_len], salt)
         await lease.release()
 
