@@ -1,12 +1,14 @@
-"""`read_events`: a cache's KV events, read batch by batch."""
+"""`read_events`: the KV events of a cache's tier, read batch by batch."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from raydix.actors.transport.validation import make_request
 from raydix.schemas import (
     CacheError,
+    EventSnapshotRequest,
     InvalidRequest,
     KVEventBatch,
     LeaseExpired,
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 10.0  # a reader asks again after this time, so that no call waits at a cache forever
 
 
-async def read_events(session: ClientSession, after_seq: int | None) -> AsyncIterator[KVEventBatch | SlimEventBatch]:
-    """Yield the events after a number, as `PrefixCacheClient.events` documents; end when the session is closed."""
+async def read_events(
+    session: ClientSession, after_seq: int | None, tier: str
+) -> AsyncIterator[KVEventBatch | SlimEventBatch]:
+    """Yield a tier's events after a number, as `PrefixCacheClient.events` documents; end when the session is closed."""
     seq = 0 if after_seq is None else after_seq
     if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0:
         raise InvalidRequest(f"after_seq must be the number of an event, not {brief(after_seq)}")
+    tier = make_request(EventSnapshotRequest, tier=tier).tier
     await session.open()
     epoch = session.transport.epoch
     while not session.closed:
@@ -33,7 +38,7 @@ async def read_events(session: ClientSession, after_seq: int | None) -> AsyncIte
         if transport.epoch != epoch:  # another request met the restart, and opened this session
             raise StaleEpoch(epoch, transport.epoch)
         try:
-            packed = await transport.next_events(seq, _TIMEOUT_S)
+            packed = await transport.next_events(seq, _TIMEOUT_S, tier)
         except CacheError as error:
             if session.closed:
                 return

@@ -26,6 +26,7 @@ from raydix.schemas import (
     WaitRequest,
     WriteKV,
 )
+from raydix.schemas.requests import DEVICE
 
 
 class LocalTransport:
@@ -78,8 +79,10 @@ class LocalTransport:
         with self._recording_loss():
             return await self._host.service.wait(request)
 
-    async def next_events(self, after_seq: int, timeout_s: float) -> PackedEvents:
-        request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
+    async def next_events(self, after_seq: int, timeout_s: float, tier: str = DEVICE) -> PackedEvents:
+        request = NextEvents(
+            session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, tier=tier, timeout_s=timeout_s
+        )
         with self._recording_loss():
             return await self._host.service.next_events(request)
 

@@ -84,6 +84,7 @@ from raydix.schemas import (
     WindowResponse,
     WithdrawRequest,
 )
+from raydix.schemas.requests import DEVICE
 
 if TYPE_CHECKING:
     import torch
@@ -679,7 +680,9 @@ class PrefixCacheClient:
 
     # ---------------------------------------------------------------- KV events
 
-    def events(self, after_seq: int | None = None) -> AsyncIterator[KVEventBatch | SlimEventBatch]:
+    def events(
+        self, after_seq: int | None = None, *, tier: str = DEVICE
+    ) -> AsyncIterator[KVEventBatch | SlimEventBatch]:
         """Yield stored and removed pages in batches, as it happens; end when this client is closed.
 
         Needs `CacheConfig(events="full")`, which yields `KVEventBatch`, or `"slim"`, which yields `SlimEventBatch`.
@@ -706,28 +709,34 @@ class PrefixCacheClient:
         Args:
             after_seq: go on after this event of the present epoch; None: from the beginning, with a gap if that is long
                 ago. Each epoch numbers its events from 1: compare epochs before you use a number across a restart.
+            tier: "device": the pool. "host": the tier in host memory, if there is one. Each tier has numbers of its
+                own, and a page may be in several.
 
         Raises:
-            InvalidRequest: `after_seq` is not the number of an event, or the cache publishes no events.
+            InvalidRequest: `after_seq` is not the number of an event, or the cache publishes no events, or has no such
+                tier.
             StaleEpoch: the cache has restarted; its events begin again.
             CacheUnavailable: the cache does not answer, as while it restarts.
 
         After StaleEpoch or CacheUnavailable, a new snapshot and a new `events()` go on.
         """
-        return read_events(self.session, after_seq)
+        return read_events(self.session, after_seq, tier)
 
-    async def event_snapshot(self) -> KVEventSnapshot | SlimEventSnapshot:
-        """Return all cached pages as events, and the number to go on after: `events(snapshot.seq)`.
+    async def event_snapshot(self, *, tier: str = DEVICE) -> KVEventSnapshot | SlimEventSnapshot:
+        """Return all pages of a tier as events, and the number to go on after: `events(snapshot.seq, tier=tier)`.
 
         With `events="slim"` it is a `SlimEventSnapshot`: the hashes of the pages.
 
         It includes the results of this client's requests before. The cache does nothing else while it walks its tree:
         about 10 us a node, and 0.1 us a page.
 
+        Args:
+            tier: as in `events`.
+
         Raises:
-            InvalidRequest: the cache publishes no events.
+            InvalidRequest: the cache publishes no events, or has no such tier.
         """
-        response = (await self.session.ask(EventSnapshotRequest()))[0]
+        response = (await self.session.ask(make_request(EventSnapshotRequest, tier=tier)))[0]
         if isinstance(response, SlimEventSnapshot):
             return response
         return checked_response(PackedEvents, response).snapshot()
@@ -821,9 +830,9 @@ class SyncClient:
         """`PrefixCacheClient.attach_pool`."""
         return SyncPool(self, self.run(self.client.attach_pool(mapped, pin=pin)))
 
-    def events(self, after_seq: int | None = None) -> Iterator[KVEventBatch | SlimEventBatch]:
+    def events(self, after_seq: int | None = None, *, tier: str = DEVICE) -> Iterator[KVEventBatch | SlimEventBatch]:
         """`PrefixCacheClient.events`, as an iterator that waits for each batch."""
-        batches = self.client.events(after_seq)
+        batches = self.client.events(after_seq, tier=tier)
 
         async def read_next() -> KVEventBatch | SlimEventBatch | None:
             return await anext(batches, None)

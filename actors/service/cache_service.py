@@ -45,12 +45,11 @@ from raydix.actors.observe.insight import Insight
 from raydix.actors.observe.loop_lag import LoopLag
 from raydix.actors.observe.recordings import Recordings
 from raydix.actors.service.core_factory import build_core, build_moves, host_gauge
-from raydix.actors.service.event_feed import EventFeed
-from raydix.actors.service.event_readers import EventReaders
 from raydix.actors.service.eviction_task import EvictionTask, PoolGauge
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
-from raydix.actors.service.request_handlers import NO_EVENTS, Answer, RequestHandlers
+from raydix.actors.service.request_handlers import Answer, RequestHandlers
 from raydix.actors.service.stats import core_stats, tier_stats
+from raydix.actors.service.tier_feeds import TierFeeds
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.deadlocks import Deadlocks
 from raydix.actors.sessions.lease_offers import LeaseOffers
@@ -86,8 +85,8 @@ from raydix.schemas import (
     StaleEpoch,
     WaitRequest,
 )
-from raydix.schemas.events import BlockGroup
 from raydix.schemas.message import Malformed
+from raydix.schemas.requests import DEVICE
 
 _DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _SHUT_DOWN = "the cache has been shut down"
@@ -107,7 +106,7 @@ class CacheService:
         config: of the cache.
         epoch: names this life of the cache.
         pool: the tensors, of which the cache copies states and rows; None: there are none.
-        medium: where the KV is, for events: "GPU" or "CPU".
+        medium: where the KV is, for events: "GPU" or "CPU"; with a host tier it is always "GPU".
         clock: seconds, of any origin; by it sessions expire.
         restarts: of this cache, before this life of it.
     """
@@ -145,14 +144,12 @@ class CacheService:
             self.core, self.wait_queue, self._refusals, self.bindings, self.offers, self.tiers, config.leases
         )
         self._deadlocks = Deadlocks(self.core, self.wait_queue, self._refusals)
-        self.feed: EventFeed | None = None
-        self._readers = EventReaders(clock)
-        if config.events == "slim":
-            self.feed = EventFeed(epoch, config.page_size, None, config.stride_tokens, config.bigram, self._load)
-            self.core.publish_slim_events_to(self.feed, config.stride_tokens // config.page_size)
-        elif config.events:
-            self.feed = EventFeed(epoch, config.page_size, medium, groups=_groups_of(config))
-            self.core.publish_events_to(self.feed)
+        self.feeds = TierFeeds(config, epoch, self._load, clock)
+        if self.tiers is None:
+            self.feeds.add(DEVICE, medium, self.core)
+        else:
+            for tier in (self.tiers.moves.upper, self.tiers.moves.lower):
+                self.feeds.add(tier.name, tier.medium, tier.cache)
 
         self.core.use_clock(clock)
         self.insight = Insight(self.core, clock)
@@ -164,7 +161,7 @@ class CacheService:
             self.offers,
             self.bindings,
             self.tiers,
-            self.feed,
+            self.feeds,
             self.stats,
             self.insight.unused_s,
         )
@@ -236,8 +233,7 @@ class CacheService:
         if self.tiers is not None:
             self.tiers.stop_copies()
         self.recordings.change_loop()
-        if self.feed is not None:
-            self.feed.change_loop()
+        self.feeds.change_loop()
         self.eviction_task.change_loop()
 
     def close_session(self, request: CloseSession) -> None:
@@ -255,11 +251,9 @@ class CacheService:
             self.session(request.session_id, request.epoch)
 
     def _after_session(self, session_id: str) -> None:
-        """Wake the reader of events of a session that has ended, and serve the queue."""
+        """Wake the readers of events of a session that has ended, and serve the queue."""
         self.bindings.forget(session_id)
-        self._readers.forget(session_id)
-        if self.feed is not None:
-            self.feed.wake()
+        self.feeds.end_session(session_id)
         self._serve_queue()
 
     def _serve_queue(self) -> None:
@@ -310,8 +304,7 @@ class CacheService:
         """Refuse new sessions, end the open ones, stop the background task."""
         self._closed = True
         self.reaper.close_all(CacheUnavailable(_SHUT_DOWN))
-        if self.feed is not None:
-            self.feed.close()
+        self.feeds.close()
         self.offers.stop()
         self.lag.stop()
         self.insight.stop()
@@ -389,8 +382,7 @@ class CacheService:
         responses = tuple([dispatch(session.session_id, request) for request in requests])
         if self.wait_queue.waiting:
             self._serve_queue()
-        if self.feed is not None:
-            self.feed.note_load()
+        self.feeds.note_load()
         num_acquires = admission.num_acquires - num_acquires
         num_locks, num_inserts = admission.num_locks - num_locks, handlers.num_inserts - num_inserts
         if num_acquires or num_locks or num_inserts:
@@ -439,19 +431,13 @@ class CacheService:
         return CacheLoad(self.wait_queue.num_tokens(), leased, unpublished, self.core.private_slots)
 
     async def next_events(self, request: NextEvents) -> PackedEvents:
-        """Return the events that a client has not seen, or none after its timeout.
+        """Return the events of a tier that a client has not seen, or none after its timeout.
 
         Raises:
-            InvalidRequest: this cache publishes no events.
+            InvalidRequest: this cache publishes no events, or has no such tier.
         """
         self.session(checked_message(NextEvents, request).session_id, request.epoch)
-        if self.feed is None:
-            raise InvalidRequest(NO_EVENTS)
-        self._readers.ask(request.session_id, request.after_seq, self.feed.seq)
-        try:
-            return await self.feed.next_batch(request.after_seq, request.timeout_s)
-        finally:
-            self._readers.answer(request.session_id)
+        return await self.feeds.next_events(request)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Time evictions and the history by this clock, in seconds, such as a trace's; call it before any request."""
@@ -480,7 +466,7 @@ class CacheService:
             weights=self.bindings.weights.label,
             waiters=len(self.wait_queue),
             oldest_waiter_s=self.wait_queue.oldest_s,
-            stale_readers=0 if self.feed is None else self._readers.num_stale(self.feed.seq),
+            stale_readers=self.feeds.num_stale(),
             expired_sessions=self.reaper.num_expired,
             dead_sessions=self.reaper.num_dead,
             exhausted=self._refusals.num_exhausted,
@@ -501,13 +487,3 @@ class CacheService:
             **core_stats(self.core),
         )
         return stats if self.ghost is None else stats.model_copy(update={"ghost": self.ghost.stats(stats.hit_rate)})
-
-
-def _groups_of(config: CacheConfig) -> tuple[BlockGroup, ...]:
-    """Return the kinds of data of a cache that full events name, as `GroupEvents` numbers them; empty: there is one."""
-    groups = [BlockGroup("full_attention")]
-    if config.sliding_window_size is not None:
-        groups.append(BlockGroup("sliding_window", config.sliding_window_size))
-    if config.kind == "mamba":
-        groups.append(BlockGroup("mamba"))
-    return tuple(groups) if len(groups) > 1 else ()

@@ -1,4 +1,4 @@
-"""`EventFeed`: a cache's events, numbered, and packed into batches once for all readers."""
+"""`EventFeed`: the events of one tier of a cache, numbered, and packed into batches once for all readers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EventFeed:
     Args:
         epoch: the life of the cache that the numbers belong to.
         page_size: tokens of a page.
-        medium: where the KV is: "GPU" or "CPU"; None: the events are slim.
+        medium: where the KV is: "GPU", "CPU" or "STORAGE"; None: the events are slim.
         stride_tokens: of slim events.
         bigram: the cache's keys are pairs of neighbouring tokens.
         load: returns the cache's load, for slim events.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.stats import tree_response
+from raydix.actors.service.tier_feeds import TierFeeds
 from raydix.actors.sessions.admission import Admission, key_of, packed
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
@@ -67,8 +67,6 @@ from raydix.schemas import (
 )
 from raydix.schemas.requests import DEVICE
 
-NO_EVENTS = "this cache publishes no events: start it with CacheConfig(events='full') or events='slim'"
-
 Answer = Message | CacheError
 
 
@@ -88,7 +86,7 @@ class RequestHandlers:
         offers: leases that were granted and not adopted yet.
         bindings: of sessions to models.
         tiers: below the pool; None: there is none.
-        feed: of events; None: the cache publishes none.
+        feeds: of the events of each tier.
         stats: returns all counts.
         unused_s: returns the seconds since a tick of the cache's clock, if it has one.
     """
@@ -102,7 +100,7 @@ class RequestHandlers:
         offers: LeaseOffers,
         bindings: ModelBindings,
         tiers: TierManager | None,
-        feed: EventFeed | None,
+        feeds: TierFeeds,
         stats: Callable[[], CacheStats],
         unused_s: Callable[[int], float | None],
     ) -> None:
@@ -113,7 +111,7 @@ class RequestHandlers:
         self._offers = offers
         self._bindings = bindings
         self._tiers = tiers
-        self._feed = feed
+        self._feeds = feeds
         self._unused_s = unused_s
         self.num_inserts = 0
         self.verbs: dict[type[Message], Callable[[str, Any], Answer]] = {
@@ -276,13 +274,8 @@ class RequestHandlers:
         limits = OutlineLimits(request.max_nodes, request.max_depth, request.max_width)
         return tree_response(self._core.outline(limits), self._unused_s)
 
-    def _event_snapshot(
-        self, session_id: str, request: EventSnapshotRequest
-    ) -> PackedEvents | SlimEventSnapshot | InvalidRequest:
-        if self._feed is None:
-            return InvalidRequest(NO_EVENTS)
-        core = self._core
-        return self._feed.snapshot(core.resident_pages(), core.pending_pages(), core.usable_ends())
+    def _event_snapshot(self, session_id: str, request: EventSnapshotRequest) -> PackedEvents | SlimEventSnapshot:
+        return self._feeds.snapshot(request.tier)
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
         (self._core if self._tiers is None else self._tiers).check_invariants()

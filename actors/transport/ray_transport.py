@@ -49,6 +49,7 @@ from raydix.schemas import (
     WriteKV,
 )
 from raydix.schemas.protocol import check_handshake, handshake
+from raydix.schemas.requests import DEVICE
 
 logger = logging.getLogger(__name__)
 
@@ -289,8 +290,10 @@ class RayTransport:
         response: Message = await self._setting_lost(self._call(self._actor.wait, request))
         return response
 
-    async def next_events(self, after_seq: int, timeout_s: float) -> PackedEvents:
-        request = NextEvents(session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, timeout_s=timeout_s)
+    async def next_events(self, after_seq: int, timeout_s: float, tier: str = DEVICE) -> PackedEvents:
+        request = NextEvents(
+            session_id=self.session_id, epoch=self.epoch, after_seq=after_seq, tier=tier, timeout_s=timeout_s
+        )
         events: PackedEvents = await self._setting_lost(self._call(self._actor.next_events, request))
         return events
 

@@ -20,6 +20,7 @@ from raydix.schemas import (
     StaleEpoch,
     WriteKV,
 )
+from raydix.schemas.requests import DEVICE
 
 Outcome = Message | CacheError
 OnOutcome = Callable[[Outcome], None]
@@ -57,8 +58,8 @@ class Transport(Protocol):
     async def wait(self, ticket: int) -> Message:
         """Return the outcome of a queued request."""
 
-    async def next_events(self, after_seq: int, timeout_s: float) -> PackedEvents:
-        """Return the events after number `after_seq`; wait for one up to `timeout_s`."""
+    async def next_events(self, after_seq: int, timeout_s: float, tier: str = DEVICE) -> PackedEvents:
+        """Return a tier's events after number `after_seq`; wait for one up to `timeout_s`."""
 
     async def pool_handle(self) -> PoolHandle:
         """Return how to reach the pool."""

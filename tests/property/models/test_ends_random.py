@@ -80,8 +80,8 @@ class Traffic:
         self.shape = shape
         self.random = Random(f"{shape}/{seed}")
         self.service = CacheService(shape.config(), "e")
-        assert isinstance(self.service.core, KVCache) and isinstance(self.service.feed, EventFeed)
-        self.core, self.feed = self.service.core, self.service.feed
+        assert isinstance(self.service.core, KVCache)
+        self.core, self.feed = self.service.core, self.service.feeds.feed("device")
         assert isinstance(self.core.tree, PrefixCache)
         self.tree = self.core.tree
         self.index = PageIndex()

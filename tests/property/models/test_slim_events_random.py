@@ -40,8 +40,8 @@ class Cache:
             page_size=PAGE, events="slim", events_stride_tokens=STRIDE, pool=PoolConfig(num_slots=NUM_SLOTS)
         )
         self.service = CacheService(config, f"{self.name}-{self.num_lives}")
-        assert isinstance(self.service.core, KVCache) and isinstance(self.service.feed, EventFeed)
-        self.core, self.feed = self.service.core, self.service.feed
+        assert isinstance(self.service.core, KVCache)
+        self.core, self.feed = self.service.core, self.service.feeds.feed("device")
         self.feed._max_bytes = 4_000
         self.leases: dict[str, RadixKey] = {}
 

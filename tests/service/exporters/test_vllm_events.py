@@ -422,7 +422,7 @@ async def test_another_topic_is_not_received() -> None:
 async def test_lost_events_are_replaced_by_a_snapshot() -> None:
     async with exported() as (cache, exporter, subscriber):
         await subscriber.caught_up(exporter, cache)
-        feed: Any = host_of(cache).service.feed
+        feed: Any = host_of(cache).service.feeds.feed("device")
         feed._max_events = 2
         async with exporter._lock:  # the exporter is held up
             for page in range(1, 12):

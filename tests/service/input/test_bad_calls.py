@@ -130,6 +130,13 @@ BAD_CALLS: dict[str, tuple[Call, type[CacheError], str]] = {
         InvalidRequest,
         "publishes no events",
     ),
+    "events of no tier": (
+        lambda wire: wire.call(
+            "next_events", NextEvents.model_construct(**wire.session, after_seq=0, tier="", timeout_s=0)
+        ),
+        InvalidRequest,
+        "tier: ",
+    ),
     "events for ever": (
         lambda wire: wire.call("next_events", NextEvents.model_construct(**wire.session, after_seq=0, timeout_s=1e9)),
         InvalidRequest,

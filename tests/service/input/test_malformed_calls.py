@@ -105,8 +105,8 @@ def granted(scene: Scene, **fields: Any) -> LeaseGrant:
     return LeaseGrant.model_construct(**whole | {"published_len": 4, "num_slots": 8, "offer_id": "none"} | fields)
 
 
-async def first_event(scene: Scene, after_seq: Any) -> None:
-    async for _ in scene.cache.events(after_seq):
+async def first_event(scene: Scene, after_seq: Any, **options: Any) -> None:
+    async for _ in scene.cache.events(after_seq, **options):
         return
 
 
@@ -164,6 +164,8 @@ USES: dict[str, Use] = {
     **{f"tree({name})": of_client("tree", name) for name in ("max_nodes", "max_depth", "max_width")},
     "attach_pool(mapped)": of_client("attach_pool", "mapped"),
     "events(after_seq)": first_event,
+    "events(tier)": lambda scene, bad: first_event(scene, 0, tier=bad),
+    "event_snapshot(tier)": of_client("event_snapshot", "tier"),
     "start_recording(request)": lambda scene, bad: scene.cache.start_recording(bad),
     "PrefixCacheClient(cache)": lambda scene, bad: isinstance(bad, str) or PrefixCacheClient(bad).match([1]),
     "PrefixCacheClient(owner)": lambda scene, bad: PrefixCacheClient(scene.cache, owner=bad).match([1]),
@@ -355,6 +357,7 @@ SYNC: dict[str, Callable[[SyncClient, SyncLease, SyncPool, Any], Any]] = {
     "adopt": lambda client, lease, pool, bad: client.adopt(bad),
     "evict": lambda client, lease, pool, bad: client.evict(bad),
     "events": lambda client, lease, pool, bad: next(client.events(bad)),
+    "event_snapshot": lambda client, lease, pool, bad: client.event_snapshot(tier=bad),
     "attach_pool": lambda client, lease, pool, bad: client.attach_pool(bad),
     "write": lambda client, lease, pool, bad: pool.write(0, bad, bad, bad),
     "gather": lambda client, lease, pool, bad: pool.gather(0, bad),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from raydix.actors.service.cache_service import CacheService
-from raydix.actors.service.event_feed import EventFeed
 from raydix.cache_core import KVCache, RadixKey
 from raydix.schemas import CacheConfig, PackedEvents, SlimEventBatch
 from raydix.schemas.events import SLIM_EVENT_KINDS, pack_batch
@@ -38,8 +37,8 @@ def without_ends(packed: bytes, batch: SlimEventBatch) -> int:
 def test_ends_add_less_than_three_tenths_to_the_bytes_of_events(kind: str) -> None:
     fields = {"page_size": PAGE, "events": "slim", "events_stride_tokens": STRIDE}
     service = CacheService(CacheConfig.model_validate(fields | CACHES[kind]), "e" * 32)
-    core, feed, random = service.core, service.feed, Random(kind)
-    assert isinstance(core, KVCache) and isinstance(feed, EventFeed)
+    core, feed, random = service.core, service.feeds.feed("device"), Random(kind)
+    assert isinstance(core, KVCache)
     talks = [[number] * 700 for number in range(4)] * 4
     has_states, seq, num_bytes, num_without = kind == "hybrid", 0, 0, 0
 

@@ -244,7 +244,7 @@ async def test_an_empty_index_can_replay_from_the_beginning(own_cache: CacheUnde
 async def test_after_an_overflow_a_reader_takes_a_snapshot_and_goes_on_with_the_same_iterator(
     own_cache: CacheUnderTest,
 ) -> None:
-    feed = own_cache.cache._host.service.feed
+    feed = own_cache.cache._host.service.feeds.feed("device")
     feed._max_events = 4
     index = ReplayedIndex()
     async with aclosing(own_cache.client.events()) as events:
@@ -265,7 +265,7 @@ async def test_after_an_overflow_a_reader_takes_a_snapshot_and_goes_on_with_the_
 
 
 async def test_events_between_the_gap_and_the_snapshot_may_be_applied_again(own_cache: CacheUnderTest) -> None:
-    feed = own_cache.cache._host.service.feed
+    feed = own_cache.cache._host.service.feeds.feed("device")
     feed._max_events = 4
     async with aclosing(own_cache.client.events()) as events:
         for page in (1, 2, 3, 4, 5):
@@ -289,15 +289,15 @@ async def test_events_between_the_gap_and_the_snapshot_may_be_applied_again(own_
 
 async def test_no_slow_reader_stops_the_cache(own_cache: CacheUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_feed, "MAX_BATCH_EVENTS", 2)
-    service = own_cache.cache._host.service
+    feed = own_cache.cache._host.service.feeds.feed("device")
     async with aclosing(own_cache.client.events()) as events:
         await own_cache.publish(1)
         await anext(events)  # then the reader stops reading
-        service.feed._max_events = 3
+        feed._max_events = 3
         for page in range(2, 40):
             await own_cache.publish(page)
 
-        assert service.feed.seq - service.feed._first_seq <= 3 + 2
+        assert feed.seq - feed._first_seq <= 3 + 2
         assert (await anext(events)).gap
 
 
@@ -369,6 +369,16 @@ async def test_a_shutdown_ends_the_readers(own_cache: CacheUnderTest) -> None:
 
     async with asyncio.timeout(30):
         assert await reading == []
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+async def test_a_tier_that_is_not_there_is_refused_with_the_names_of_those_that_are(
+    own_cache: CacheUnderTest, tier: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"tier must be one of 'device', not '{tier}'"):
+        await own_cache.client.event_snapshot(tier=tier)
+    with pytest.raises(InvalidRequest, match=f"tier must be one of 'device', not '{tier}'"):
+        await anext(own_cache.client.events(tier=tier))
 
 
 async def test_a_cache_without_events_says_how_to_have_them() -> None:

@@ -193,8 +193,7 @@ async def own_cache() -> AsyncIterator[CacheUnderTest]:
 
 
 def feed_of(cache: CacheUnderTest) -> EventFeed:
-    feed = cache.cache._host.service.feed
-    assert isinstance(feed, EventFeed)
+    feed: EventFeed = cache.cache._host.service.feeds.feed("device")
     return feed
 
 
