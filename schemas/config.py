@@ -608,6 +608,11 @@ with warnings.catch_warnings():
             return TierSizes(host.num_slots, num_swa, num_states)
 
         @property
+        def tiers_below(self) -> dict[str, str]:
+            """The tiers below the pool, by name, each with its medium. The pool is the tier "device"."""
+            return {} if self.host is None else {"host": "CPU"}
+
+        @property
         def stride_tokens(self) -> int:
             """The tokens of a stride of slim events: `events_stride_tokens`, or `page_size` if that is larger."""
             return max(self.events_stride_tokens, self.page_size)

@@ -32,6 +32,9 @@ def export_events(
     medium: Annotated[
         str | None, typer.Option(metavar="GPU|CPU", help="Where consumers find the KV. Default: where the pool is.")
     ] = None,
+    tiers: Annotated[
+        list[str] | None, typer.Option("--tier", metavar="device|host", help="Repeatable. Default: all tiers.")
+    ] = None,
     connect: Annotated[
         bool, typer.Option("--connect", help="Connect to ADDRESS, which the consumer has bound.")
     ] = False,
@@ -62,6 +65,7 @@ def export_events(
             topic=topic,
             data_parallel_rank=rank,
             medium=medium,
+            tiers=tiers or None,
             connect=connect,
         )
         async with exporter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +13,7 @@ from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.schemas import (
     AllBlocksCleared,
     CacheError,
+    CacheUnavailable,
     InvalidRequest,
     KVEvent,
     KVEventBatch,
@@ -21,6 +22,7 @@ from raydix.schemas import (
     SlimEventSnapshot,
     StaleEpoch,
 )
+from raydix.schemas.requests import DEVICE
 from raydix.schemas.shown import brief
 from raydix.schemas.version import how_to_install
 
@@ -46,6 +48,10 @@ class VllmEventExporter:
     has restarted. While the cache does not answer, and after `close`, subscribers have got an `AllBlocksCleared`. So
     the blocks of a subscriber that missed no batch are the cache's blocks, late by the way of the events.
 
+    All tiers of a cache go into the same batches, each event with its medium: "GPU" of the pool, "CPU" of the host
+    tier. A snapshot lists the blocks of all tiers, and `AllBlocksCleared` comes only before one, since it names no
+    medium. So also when a single tier lost events or was cleared, the blocks of the others come again.
+
     A subscriber that missed batches asks the replay socket for them. If they are not kept any more, the exporter
     publishes a snapshot for all. Without a replay socket it does so when subscribers come. An idle exporter sends an
     empty batch from time to time, so that subscribers find that they missed the last one.
@@ -57,7 +63,9 @@ class VllmEventExporter:
         topic: of every batch.
         data_parallel_rank: in every batch. It changes no port: give each exporter its own endpoints.
         medium: where consumers find the KV: "GPU" or "CPU"; None: where the cache's pool is. The pool of an index-only
-            cache is on the CPU, while the KV is the engine's.
+            cache is on the CPU, while the KV is the engine's. Of several tiers each event has the medium of its tier.
+        tiers: "device", "host", or both; None: all tiers of the cache. A consumer that does not look at media needs one
+            alone: else a block that leaves one tier would be gone for it.
         connect: connect to the endpoint, which the consumer has bound.
         buffer_batches, buffer_bytes: batches kept for replays.
         hwm: batches that wait for a slow subscriber, or fewer, so that they have at most 256 MB; beyond it, that one
@@ -80,6 +88,7 @@ class VllmEventExporter:
         topic: str = "",
         data_parallel_rank: int = 0,
         medium: str | None = None,
+        tiers: Collection[str] | None = None,
         connect: bool = False,
         buffer_batches: int = 10_000,
         buffer_bytes: int = 256 * 2**20,
@@ -88,6 +97,8 @@ class VllmEventExporter:
     ) -> None:
         if medium not in (None, "GPU", "CPU"):
             raise InvalidRequest(f'medium must be "GPU", "CPU" or None, not {brief(medium)}')
+        if tiers is not None and (isinstance(tiers, str) or not isinstance(tiers, Collection) or not tiers):
+            raise InvalidRequest(f"tiers must be a list of at least one tier's name or None, not {brief(tiers)}")
         if not isinstance(topic, str):
             raise InvalidRequest(f"topic must be a text, not {brief(topic)}")
         _check_count("data_parallel_rank", data_parallel_rank, 0)
@@ -101,13 +112,15 @@ class VllmEventExporter:
         self.num_batches = self.num_events = self.num_snapshots = 0
         self._client = PrefixCacheClient(cache, owner="event exporter")
         self._encoder = VllmEncoder(data_parallel_rank, medium)
+        self._medium = medium
+        self._wanted = tiers
         self._sending = (topic, connect, buffer_batches, buffer_bytes, hwm)
         self._heartbeat_s = heartbeat_s
         self._publisher: ZmqPublisher | None = None
         self._lock = asyncio.Lock()  # held while a snapshot or a batch is published
-        # The epoch of the events that were published last, and the number of the last one.
+        # The epoch of the events that were published last, and the number of each tier's last one.
         self._epoch = ""
-        self._seq = 0
+        self._seqs: dict[str, int] = {}
         self._trouble = ""  # the reason why no events are published
         self._sent_at = 0.0  # loop time of the last batch
         self._beating: asyncio.Task[None] | None = None
@@ -116,12 +129,12 @@ class VllmEventExporter:
         """Open the client's session and the sockets; no effect if they are open.
 
         Raises:
-            InvalidRequest: the cache publishes no full events, or an endpoint cannot be used.
+            InvalidRequest: the cache publishes no full events, or has no such tier, or an endpoint cannot be used.
             CacheUnavailable: the cache does not answer.
         """
         if self._publisher is None:
             await self._client.open()
-            self._check_config()
+            self._tiers()
             self._publisher = ZmqPublisher(
                 self.endpoint,
                 self.replay_endpoint,
@@ -137,7 +150,7 @@ class VllmEventExporter:
         """Publish until the exporter is closed. One call at a time.
 
         Raises:
-            InvalidRequest: the cache has restarted, and publishes no full events any more.
+            InvalidRequest: the cache has restarted, and publishes no full events any more, or has lost a tier.
         """
         await self.open()
         while not self._client.closed:
@@ -179,37 +192,73 @@ class VllmEventExporter:
     # ---------------------------------------------------------------- from events to batches
 
     async def _follow(self) -> None:
-        """Publish a snapshot, and then the events, until the cache fails."""
+        """Publish a snapshot, and then the events, until the cache fails, or has restarted with other tiers."""
         await self._publish_snapshot()
-        async with aclosing(self._client.events(self._seq)) as batches:  # type: ignore[type-var]
+        seqs = self._seqs
+        readers = [asyncio.create_task(self._follow_tier(tier, seq)) for tier, seq in seqs.items()]
+        try:
+            await asyncio.gather(*readers)
+        except InvalidRequest:
+            if await self._has_tiers(tuple(seqs)):
+                raise
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _follow_tier(self, tier: str, after_seq: int) -> None:
+        """Publish the events of one tier."""
+        async with aclosing(self._client.events(after_seq, tier=tier)) as batches:  # type: ignore[type-var]
             async for batch in batches:
-                if not await self._publish_batch(batch):
+                if not await self._publish_batch(tier, batch):
                     await self._publish_snapshot()
 
-    async def _publish_batch(self, batch: KVEventBatch | SlimEventBatch) -> bool:
-        """Publish the events of a batch that were not published yet. Return False if some are missing before it."""
+    async def _publish_batch(self, tier: str, batch: KVEventBatch | SlimEventBatch) -> bool:
+        """Publish the events of a batch that were not published yet. Return False if a snapshot is needed in its place.
+
+        Events are missing before it; or it clears one of several tiers, for which there is no event.
+        """
         async with self._lock:
             if isinstance(batch, SlimEventBatch) or batch.epoch != self._epoch:
                 return False  # a subscriber's demand may have changed the epoch since the batch was read
-            num_known = self._seq - batch.seq + len(batch.events)
+            num_known = self._seqs[tier] - batch.seq + len(batch.events)
             if batch.gap or num_known < 0:
                 return num_known >= 0  # a snapshot may have what was lost
-            if num_known < len(batch.events):
-                await self._send_parts(batch.events[num_known:])
-                self._seq = batch.seq
+            events = batch.events[num_known:]
+            if len(self._seqs) > 1 and any(isinstance(event, AllBlocksCleared) for event in events):
+                return False
+            if events:
+                await self._send_parts(events)
+                self._seqs[tier] = batch.seq
             return True
 
     async def _publish_snapshot(self) -> None:
-        """Publish that all blocks are gone, and then all that are there."""
+        """Publish that all blocks are gone, and then all that are there, in each tier."""
         async with self._lock:
-            snapshot = await self._client.event_snapshot()
-            if isinstance(snapshot, SlimEventSnapshot):
-                self._check_config()
-            assert isinstance(snapshot, KVEventSnapshot)
-            await self._send_parts((AllBlocksCleared(), *snapshot.events), is_base=True)
-            self._epoch, self._seq = snapshot.epoch, snapshot.seq
+            await self._client.open()  # after a restart the cache may have other tiers
+            tiers = self._tiers()
+            try:
+                snapshots = await asyncio.gather(*[self._full_snapshot(tier) for tier in tiers])
+            except InvalidRequest:
+                if await self._has_tiers(tiers):
+                    raise
+                raise CacheUnavailable("the cache has restarted with other tiers") from None
+            epochs = [snapshot.epoch for snapshot in snapshots]
+            if epochs[0] != epochs[-1]:
+                raise StaleEpoch(epochs[0], epochs[-1])
+            stored = [event for snapshot in snapshots for event in snapshot.events]
+            await self._send_parts((AllBlocksCleared(), *stored), is_base=True)
+            self._epoch = epochs[0]
+            self._seqs = {tier: snapshot.seq for tier, snapshot in zip(tiers, snapshots, strict=True)}
             self.num_snapshots += 1
             self._trouble = ""
+
+    async def _full_snapshot(self, tier: str) -> KVEventSnapshot:
+        snapshot = await self._client.event_snapshot(tier=tier)
+        if isinstance(snapshot, SlimEventSnapshot):
+            self._tiers()
+        assert isinstance(snapshot, KVEventSnapshot)
+        return snapshot
 
     async def _publish_trouble(self, error: CacheError) -> None:
         """Publish that no block is known to be there, once."""
@@ -245,12 +294,34 @@ class VllmEventExporter:
                 if loop.time() >= self._sent_at + self._heartbeat_s:
                     await self._send(())
 
-    def _check_config(self) -> None:
-        if self._client.config.events != "full":
+    async def _has_tiers(self, tiers: tuple[str, ...]) -> bool:
+        """Return whether the cache still has the tiers that a request named, and no others."""
+        await self._client.open()
+        return self._tiers() == tiers
+
+    def _tiers(self) -> tuple[str, ...]:
+        """Return the tiers to publish, as the cache has them now.
+
+        Raises:
+            InvalidRequest: the cache publishes no full events, has no such tier, or `medium` is for one tier alone.
+        """
+        config = self._client.config
+        if config.events != "full":
             raise InvalidRequest(
-                f"exporting events needs a cache with CacheConfig(events='full'), not {self._client.config.events!r}: "
+                f"exporting events needs a cache with CacheConfig(events='full'), not {config.events!r}: "
                 "start it with that"
             )
+        present = (DEVICE, *config.tiers_below)
+        wanted = present if self._wanted is None else self._wanted
+        if unknown := [tier for tier in wanted if tier not in present]:
+            raise InvalidRequest(f"tiers must be of {', '.join(map(repr, present))}, not {brief(unknown[0])}")
+        tiers = tuple(tier for tier in present if tier in wanted)
+        if self._medium is not None and len(tiers) > 1:
+            raise InvalidRequest(
+                f"medium must be None for several tiers ({', '.join(tiers)}), not {self._medium!r}: their events say "
+                "where the KV is; or export one of the tiers"
+            )
+        return tiers
 
 
 def _check_count(argument: str, value: Any, least: int, most: int = 2**31 - 1) -> None:

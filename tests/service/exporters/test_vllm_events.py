@@ -224,7 +224,7 @@ def apply_no_snapshot_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     async def publish_the_first(self: Any) -> None:
         if self.num_snapshots:
             self._epoch = host_of(self._client).service.epoch
-            self._seq, self._trouble = 0, ""
+            self._seqs, self._trouble = {"device": 0}, ""
             return
         await publish_snapshot(self)
 

@@ -73,4 +73,4 @@ async def restart(cache: LocalPrefixCache, exporter: VllmEventExporter, config: 
     for client in (cache, exporter._client):
         cast("LocalTransport", client.session.transport)._host = host
         cast("LocalConnector", client.session.connector).host = host
-    before.service.feeds.feed("device").close()  # its readers come back
+    before.service.feeds.close()  # its readers come back

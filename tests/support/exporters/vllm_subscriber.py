@@ -15,6 +15,7 @@ from raydix.actors.exporters.vllm_events import VllmEventExporter
 from raydix.schemas import KVEventSnapshot
 
 UNSIGNED = 2**64 - 1
+MEDIA = {"device": "GPU", "host": "CPU"}
 END_OF_REPLAY = bytes.fromhex(recorded()["end_of_replay"])
 
 
@@ -47,7 +48,7 @@ class VllmSubscriber:
         hwm: int = 1000,
         bind: bool = False,
     ) -> None:
-        self.blocks: dict[int, Block] = {}
+        self.by_medium: dict[str, dict[int, Block]] = {}
         self.number = -1  # of the last batch
         self.batches: list[Any] = []
         self.num_gaps = 0
@@ -74,6 +75,11 @@ class VllmSubscriber:
         return sub
 
     @property
+    def blocks(self) -> dict[int, Block]:
+        """Return the blocks that are there in any medium."""
+        return {number: block for blocks in self.by_medium.values() for number, block in blocks.items()}
+
+    @property
     def bound(self) -> str:
         """Return the endpoint that it has bound."""
         return str(self._sub.get_string(zmq.LAST_ENDPOINT))
@@ -91,26 +97,41 @@ class VllmSubscriber:
         self._task = asyncio.create_task(self._read())
 
     async def caught_up(self, exporter: VllmEventExporter, client: PrefixCacheClient) -> set[int]:
-        """Wait until all events are here that the cache has published until now. Return the cache's blocks."""
-        snapshot = await client.event_snapshot()
-        assert isinstance(snapshot, KVEventSnapshot)
-        await self.until(lambda: (exporter._epoch, exporter._trouble) == (snapshot.epoch, ""))
-        await self.until(lambda: exporter._seq >= snapshot.seq)
+        """Wait until all events are here that the cache has published until now. Return the blocks of all its tiers."""
+        return set().union(*(await self._blocks_of(exporter, client)).values())
+
+    async def agrees(self, exporter: VllmEventExporter, client: PrefixCacheClient) -> set[int]:
+        """Wait as `caught_up` does; the blocks must be those of the cache, in each tier. Return them."""
+        expected = await self._blocks_of(exporter, client)
+        if len(expected) > 1:
+            there = {medium: set(blocks) for medium, blocks in self.by_medium.items() if blocks}
+            assert there == {MEDIA[tier]: blocks for tier, blocks in expected.items() if blocks}
+        everything: set[int] = set().union(*expected.values())
+        assert set(self.blocks) == everything
+        return everything
+
+    async def _blocks_of(self, exporter: VllmEventExporter, client: PrefixCacheClient) -> dict[str, set[int]]:
+        """Wait as `caught_up` does; return the blocks of each tier that is exported."""
+        await client.open()
+        tiers = exporter._wanted or ("device", *client.config.tiers_below)
+        snapshots = {tier: await client.event_snapshot(tier=tier) for tier in tiers}
+        (epoch,) = {snapshot.epoch for snapshot in snapshots.values()}
+        seqs = {tier: snapshot.seq for tier, snapshot in snapshots.items()}
+        await self.until(lambda: (exporter._epoch, exporter._trouble) == (epoch, ""))
+        await self.until(lambda: all(exporter._seqs[tier] >= seq for tier, seq in seqs.items()))
         assert exporter._publisher is not None
         last = exporter._publisher.next_number - 1
         await self.until(lambda: self.number >= last)
         if self._replay is None:
             await self.until(lambda: self.is_synced)  # a snapshot is on its way
         assert self.is_synced, "batches are missing"
-        if (exporter._epoch, exporter._seq) != (snapshot.epoch, snapshot.seq):  # the cache has gone on: it evicts
-            return await self.caught_up(exporter, client)
-        return {each & UNSIGNED for event in snapshot.events for each in event.block_hashes}
-
-    async def agrees(self, exporter: VllmEventExporter, client: PrefixCacheClient) -> set[int]:
-        """Wait as `caught_up` does; the blocks must be those of the cache. Return them."""
-        expected = await self.caught_up(exporter, client)
-        assert set(self.blocks) == expected
-        return expected
+        if (exporter._epoch, exporter._seqs) != (epoch, seqs):  # the cache has gone on: it evicts
+            return await self._blocks_of(exporter, client)
+        found: dict[str, set[int]] = {}
+        for tier, snapshot in snapshots.items():
+            assert isinstance(snapshot, KVEventSnapshot)
+            found[tier] = {number & UNSIGNED for event in snapshot.events for number in event.block_hashes}
+        return found
 
     async def until(self, holds: Any) -> None:
         """Wait until a condition holds. Fails if the reading has failed."""
@@ -174,7 +195,7 @@ class VllmSubscriber:
         for event in batch.events:
             kind = type(event).__name__
             if kind == "AllBlocksCleared":
-                self.blocks.clear()
+                self.by_medium.clear()
                 self.is_synced = True
             elif event.group_idx:
                 pass  # `blocks` has the full KV alone
@@ -188,13 +209,14 @@ class VllmSubscriber:
         ids, size, parent = event.token_ids, event.block_size, event.parent_block_hash
         assert len(ids) == size * len(event.block_hashes) > 0
         assert event.extra_keys is None or len(event.extra_keys) == len(event.block_hashes)
-        assert parent is None or parent in self.blocks, f"{parent} is not there"
+        blocks = self.by_medium.setdefault(event.medium, {})
+        assert parent is None or parent in blocks, f"{parent} is not there"
         for place, each in enumerate(event.block_hashes):
             assert 0 <= each <= UNSIGNED
-            assert each not in self.blocks, f"{each} is stored twice"
-            self.blocks[each] = Block(parent, tuple(ids[place * size : (place + 1) * size]), event.lora_name)
+            assert each not in blocks, f"{each} is stored twice"
+            blocks[each] = Block(parent, tuple(ids[place * size : (place + 1) * size]), event.lora_name)
             parent = each
 
     def _remove(self, event: Any) -> None:
         for each in event.block_hashes:
-            del self.blocks[each]
+            del self.by_medium[event.medium][each]
