@@ -63,6 +63,7 @@ TierName = Annotated[
     str, Field(min_length=1, max_length=MAX_TIER, description='"device": the pool; "host": the tier in host memory')
 ]
 DEVICE: TierName = "device"
+HOST: TierName = "host"
 
 
 class OpenSession(PydanticMessage):

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+_LowerMedium = Literal["CPU", "STORAGE"]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_TIER_COST: dict[_LowerMedium, float] = {"CPU": 0.1, "STORAGE": 0.4}
 
 
 class RouteConfig(BaseModel):
     """The cost of a route is `pending + weight * uncached` tokens of a cache; the least cost wins.
+
+    A token of a tier below the pool, which the cache loads before the request computes, counts as a share of an
+    uncached one.
 
     For an invalid value, pydantic's `ValidationError` says which and why.
     """
@@ -33,6 +42,16 @@ class RouteConfig(BaseModel):
         le=1024,
         description="random caches to consider, with the two of the longest prefix, if there are more than 16",
     )
+    tier_cost: dict[_LowerMedium, _Share] = Field(
+        default=_TIER_COST,
+        description="medium -> cost of a token that is loaded from there, as a share of computing it: 0 is as good as "
+        "a token of the pool, 1 as bad as one of no tier. A medium that is left out has its default",
+    )
+
+    @field_validator("tier_cost")
+    @classmethod
+    def _all_media(cls, given: dict[_LowerMedium, float]) -> dict[_LowerMedium, float]:
+        return _TIER_COST | given
 
 
 class _Facts(BaseModel):
@@ -46,6 +65,7 @@ class FleetCacheStats(_Facts):
     ranks: int = Field(default=1, description="caches NAME-tp0, NAME-tp1 and so on of an engine; 1: it is one cache")
     epoch: str = Field(description="of the cache's present life; of ranks, of the first, and so are the loads")
     pages: int = Field(description="that are stored, pending or promised, at the ends of strides; of ranks, the fewest")
+    host_pages: int = Field(default=0, description="that are stored in the host tier; 0: there is none")
     pending_tokens: int = Field(
         description="that wait or are computed, as the cache reports them, and of this router's routes"
     )
@@ -83,9 +103,15 @@ class RouteCandidate(_Facts):
         description="stored, as the router knows; whole strides, or whole pages of caches with a window or states"
     )
     promised_len: int = Field(description="stored, or to be stored for earlier requests")
-    uncached_tokens: int = Field(description="the rest of the prompt")
+    host_len: int = Field(
+        default=0, description="stored in the pool or in the host tier, at least prefix_len; 0: there is no host tier"
+    )
+    loading_tokens: int = Field(default=0, description="that the cache would load from the host tier")
+    uncached_tokens: int = Field(description="the rest of the prompt, to be computed")
     pending_tokens: int = Field(description="that wait at the cache, or are computed")
-    cost: float = Field(description="pending_tokens + RouteConfig.weight * uncached_tokens")
+    cost: float = Field(
+        description='pending_tokens + RouteConfig.weight * (uncached_tokens + tier_cost["CPU"] * loading_tokens)'
+    )
 
 
 class RouteExplanation(_Facts):
@@ -94,6 +120,7 @@ class RouteExplanation(_Facts):
     num_tokens: int
     stride_tokens: int = Field(description="of the caches' events")
     weight: float = Field(description="RouteConfig.weight")
+    tier_cost: dict[_LowerMedium, float] = Field(default=_TIER_COST, description="RouteConfig.tier_cost")
     candidates: tuple[RouteCandidate, ...] = Field(description="the least cost first; of equal costs a random one wins")
 
 

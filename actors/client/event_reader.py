@@ -1,9 +1,10 @@
-"""`read_events`: the KV events of a cache's tier, read batch by batch."""
+"""`read_events`: the KV events of a cache's tier, read batch by batch; `until_one_ends`: readers of several tiers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any
 
 from raydix.actors.transport.validation import make_request
 from raydix.schemas import (
@@ -50,3 +51,16 @@ async def read_events(
         for batch in packed.unpack(seq):
             seq = batch.seq
             yield batch
+
+
+async def until_one_ends(readers: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run readers until one of them has ended; cancel the others. If it has failed, raise its error."""
+    tasks = [asyncio.create_task(reader) for reader in readers]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
+from raydix.actors.client.event_reader import until_one_ends
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.schemas import (
     AllBlocksCleared,
@@ -195,16 +196,11 @@ class VllmEventExporter:
         """Publish a snapshot, and then the events, until the cache fails, or has restarted with other tiers."""
         await self._publish_snapshot()
         seqs = self._seqs
-        readers = [asyncio.create_task(self._follow_tier(tier, seq)) for tier, seq in seqs.items()]
         try:
-            await asyncio.gather(*readers)
+            await until_one_ends(self._follow_tier(tier, seq) for tier, seq in seqs.items())
         except InvalidRequest:
             if await self._has_tiers(tuple(seqs)):
                 raise
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
 
     async def _follow_tier(self, tier: str, after_seq: int) -> None:
         """Publish the events of one tier."""

@@ -1,4 +1,4 @@
-"""`CacheFeed`: one cache as a router sees it, kept up to date by a task that reads the cache's events."""
+"""`CacheFeed`: one cache as a router sees it, kept up to date by a task that reads the events of its tiers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 
+from raydix.actors.client.event_reader import until_one_ends
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.fleet.cache_directory import CacheSource
 from raydix.actors.fleet.membership import CacheFacts, CachePlace, PageShape
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.cache_core import Applied, PageIndex
 from raydix.schemas import CacheError, CacheUnavailable, KVEventBatch, SlimEventBatch, SlimEventSnapshot, StaleEpoch
+from raydix.schemas.requests import DEVICE
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +23,11 @@ _RECHECK_S = 2.0  # time between two questions to a cache that is left out
 
 
 class CacheFeed:
-    """One cache of a fleet: its client, its column in the index while its events are read, and counts.
+    """One cache of a fleet: its client, its columns in the index while its events are read, and counts.
 
     The task asks for the cache's facts, and the fleet decides whether the cache is in. If so, the task takes a snapshot
-    and applies the events that follow; after a gap it takes another snapshot. After an error, and after a restart of
-    the cache, the column is dropped immediately, and the task begins again.
+    of each tier and applies the events that follow; after a gap it takes another snapshot. After an error, and after a
+    restart of the cache, the columns are dropped immediately, and the task begins again.
 
     Attributes:
         name: of the cache.
@@ -35,7 +37,7 @@ class CacheFeed:
         verdict: why the fleet leaves the cache out; empty: it is in; None: this is not decided.
         trouble: the last error, until the cache answers again; empty: none.
         place: where the cache runs; None: it has not got requests yet.
-        column: of the index; None: the cache gets no requests.
+        columns: tier -> column of the index; empty: the cache gets no requests.
         heard_at: loop time of the last batch or snapshot.
         num_batches, num_snapshots: of events, that were applied.
     """
@@ -53,7 +55,7 @@ class CacheFeed:
 
         Args:
             decide: called with new facts; sets the verdicts of all feeds.
-            on_change: called after `column`, `facts` or `trouble` has changed.
+            on_change: called after `columns`, `facts` or `trouble` has changed.
         """
         self.name = name
         self.identity = source.identity
@@ -62,7 +64,7 @@ class CacheFeed:
         self.verdict: str | None = None
         self.trouble = ""
         self.place: CachePlace | None = None
-        self.column: int | None = None
+        self.columns: dict[str, int] = {}
         self.heard_at = 0.0
         self.num_batches = self.num_snapshots = 0
         self._index = index
@@ -71,6 +73,11 @@ class CacheFeed:
         self._on_change = on_change
         self._admitted = asyncio.Event()
         self._task = asyncio.create_task(self._follow())
+
+    @property
+    def column(self) -> int | None:
+        """The column of the pool, by which the cache is known; None: the cache gets no requests."""
+        return self.columns.get(DEVICE)
 
     @property
     def cause(self) -> str:
@@ -155,28 +162,36 @@ class CacheFeed:
             await self.refresh()
         pool, _ = await self.client.session.ask_for_pool()
         self.place = CachePlace(self.name, pool.node_id, pool.gpu_uuid)
-        snapshot = await self._snapshot()
-        if snapshot is None:
-            return
-        epoch = snapshot.epoch
-        self.column = column = self._index.add_column()
-        self._routes.add_cache(column)
-        self._apply_snapshot(column, snapshot)
+        snapshots: dict[str, SlimEventSnapshot] = {}
+        for tier in (DEVICE, *self.client.config.tiers_below):
+            snapshot = await self._snapshot(tier)
+            if snapshot is None or snapshot.epoch != snapshots.get(DEVICE, snapshot).epoch:
+                return
+            snapshots[tier] = snapshot
+        self.columns = {tier: self._index.add_column() for tier in snapshots}
+        self._routes.add_cache(self.columns[DEVICE])
+        for tier, snapshot in snapshots.items():
+            self._apply_snapshot(self.columns[tier], snapshot)
         self._on_change()
-        async with aclosing(self.client.events(snapshot.seq)) as batches:  # type: ignore[type-var]
+        await until_one_ends(self._read_tier(tier, snapshot) for tier, snapshot in snapshots.items())
+
+    async def _read_tier(self, tier: str, snapshot: SlimEventSnapshot) -> None:
+        """Apply the events of a tier after a snapshot, in one life of the cache. Return if its epoch has changed."""
+        column, epoch = self.columns[tier], snapshot.epoch
+        async with aclosing(self.client.events(snapshot.seq, tier=tier)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 if batch.epoch != epoch:
                     return
                 if not self._apply(column, batch):
-                    snapshot = await self._snapshot()
-                    if snapshot is None or snapshot.epoch != epoch:
+                    later = await self._snapshot(tier)
+                    if later is None or later.epoch != epoch:
                         return
-                    self._apply_snapshot(column, snapshot)
+                    self._apply_snapshot(column, later)
         raise CacheUnavailable(f"the client of cache {self.name!r} was closed")
 
-    async def _snapshot(self) -> SlimEventSnapshot | None:
+    async def _snapshot(self, tier: str) -> SlimEventSnapshot | None:
         """Return a snapshot; None if the cache has restarted with another configuration, so that it does not fit."""
-        snapshot = await self.client.event_snapshot()
+        snapshot = await self.client.event_snapshot(tier=tier)
         if not isinstance(snapshot, SlimEventSnapshot) or self.facts is None:
             return None
         shape = PageShape(snapshot.page_size, snapshot.stride_tokens, snapshot.bigram)
@@ -185,8 +200,9 @@ class CacheFeed:
     def _apply_snapshot(self, column: int, snapshot: SlimEventSnapshot) -> None:
         stored, pending = snapshot.stored_hashes, snapshot.pending_hashes
         self._index.apply_snapshot(column, snapshot.epoch, snapshot.seq, stored, pending, snapshot.end_hashes)
-        self._routes.note_load(column, snapshot.load, stored)
-        self._routes.note_load(column, snapshot.load, pending)
+        if column == self.column:
+            self._routes.note_load(column, snapshot.load, stored)
+            self._routes.note_load(column, snapshot.load, pending)
         self.num_snapshots += 1
         self.heard_at = asyncio.get_running_loop().time()
 
@@ -197,15 +213,17 @@ class CacheFeed:
         if not batch.gap:
             applied = self._index.apply(column, batch.epoch, batch.seq, batch.kinds, batch.page_counts, hashes)
             if applied is not Applied.NEEDS_SNAPSHOT:
-                self._routes.note_load(column, batch.load, hashes)
+                if column == self.column:
+                    self._routes.note_load(column, batch.load, hashes)
                 self.num_batches += 1
                 self.heard_at = asyncio.get_running_loop().time()
                 return True
         return False
 
     def _drop(self) -> None:
-        if self.column is not None:
-            self._index.drop_column(self.column)
-            self._routes.drop_cache(self.column)
-            self.column = None
+        if self.columns:
+            for column in self.columns.values():
+                self._index.drop_column(column)
+            self._routes.drop_cache(self.columns[DEVICE])
+            self.columns = {}
             self._on_change()

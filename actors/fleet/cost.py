@@ -5,7 +5,7 @@ A router of running caches and the simulation call the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +22,22 @@ class Candidate(NamedTuple):
 
     cache: int
     pending: float  # tokens that wait there, or are computed
-    uncached: float  # tokens of the request that the cache would have to compute
+    uncached: float  # tokens of the request that the cache would have to compute; of one to load, its share
+
+
+class TierColumns:
+    """The columns of the tiers below pools, in an index with the columns of the pools.
+
+    Attributes:
+        below: column of a pool -> column of the tier below it.
+        pool: column of such a tier -> column of the pool above it.
+    """
+
+    __slots__ = ("below", "pool")
+
+    def __init__(self, below: Mapping[int, int]) -> None:
+        self.below = below
+        self.pool = {column: pool for pool, column in below.items()}
 
 
 def cost(candidate: Candidate, weight: float) -> float:
@@ -61,6 +76,7 @@ def compared(
     rng: Random,
     pages: Hashes | None = None,
     stride: int = 1,
+    tiers: TierColumns | None = None,
 ) -> dict[int, tuple[int, int]]:
     """Return the caches to compare for a request: all up to 16; of more, a few, so that a route stays cheap.
 
@@ -71,12 +87,15 @@ def compared(
         hashes: the pages of the prompt, as `PageIndex.prefix_runs` takes them.
         columns: of the caches, in the index; at least one.
         pages, stride: as `PageIndex.prefix_runs` takes them; None: the index has no column with ends.
+        tiers: below these caches; None: there are none. A prefix that is longer there counts as the cache's.
 
     Returns:
         By column, the leading pages that are stored there, and the leading pages that are stored, pending or promised,
-        as `PageIndex.prefix_runs` returns them.
+        as `PageIndex.prefix_runs` returns them. The columns of tiers below the compared caches are among them.
     """
     all_pages = () if pages is None else (pages, stride)
+    if tiers is not None:
+        return _compared_tiers(index, hashes, columns, num_random, rng, all_pages, tiers)
     if len(columns) <= MAX_ALL:
         runs = dict.fromkeys(columns, (0, 0))
         found = index.longest_runs(hashes, 0, 0, columns, *all_pages)
@@ -95,3 +114,32 @@ def compared(
     for column in drawn:
         runs.setdefault(column, (0, 0))
     return runs or {rng.choice(columns): (0, 0)}
+
+
+def _compared_tiers(
+    index: PageIndex,
+    hashes: Hashes,
+    columns: Sequence[int],
+    num_random: int,
+    rng: Random,
+    all_pages: tuple[Hashes, int] | tuple[()],
+    tiers: TierColumns,
+) -> dict[int, tuple[int, int]]:
+    """Return what `compared` does, of caches with tiers."""
+    chosen, found = columns, []
+    if len(columns) > MAX_ALL:
+        drawn = rng.sample(columns, min(num_random, len(columns)))
+        num_others = index.num_columns - len(columns) - len(tiers.below)  # their runs may be among the longest
+        limit = 2 * NUM_LONGEST + num_others  # A cache has two columns at most.
+        found = index.longest_runs(hashes, limit, rng.getrandbits(20), (), *all_pages)
+        wanted = set(columns) if num_others else None
+        best = dict.fromkeys(tiers.pool.get(column, column) for column, _, _ in found)
+        longest = [column for column in best if wanted is None or column in wanted][:NUM_LONGEST]
+        chosen = list(dict.fromkeys((*longest, *drawn))) or [rng.choice(columns)]
+    both = [*chosen, *(tiers.below[column] for column in chosen if column in tiers.below)]
+    runs = dict.fromkeys(both, (0, 0))
+    runs.update([(column, (stored, held)) for column, stored, held in found if column in runs])
+    unknown = [column for column in both if runs[column] == (0, 0)]
+    asked = index.longest_runs(hashes, 0, 0, unknown, *all_pages)
+    runs.update([(column, (stored, held)) for column, stored, held in asked])
+    return runs

@@ -7,6 +7,7 @@ from raydix.actors.fleet.fleet_member import FleetMember
 from raydix.actors.fleet.members import FleetMembers
 from raydix.actors.fleet.route_chooser import Prompt, RouteChooser
 from raydix.schemas import FleetCacheStats, FleetStats, RouteCandidate, RouteExplanation
+from raydix.schemas.requests import HOST
 
 
 def explain_route(members: FleetMembers, chooser: RouteChooser, prompt: Prompt) -> RouteExplanation:
@@ -17,18 +18,25 @@ def explain_route(members: FleetMembers, chooser: RouteChooser, prompt: Prompt) 
     rows = []
     for candidate in comparison.candidates:
         stored, expected = comparison.runs[candidate.cache]
+        loading = comparison.loading(candidate.cache)
         row = RouteCandidate(
             cache=members.by_column[candidate.cache].name,
             prefix_len=stored,
             promised_len=expected,
-            uncached_tokens=int(candidate.uncached),
+            host_len=comparison.host_lens.get(candidate.cache, 0),
+            loading_tokens=loading,
+            uncached_tokens=max(0, prompt.num_tokens - expected - loading),
             pending_tokens=int(candidate.pending),
             cost=cost(candidate, weight),
         )
         rows.append(row)
     rows.sort(key=lambda row: (row.cost, row.cache))
     return RouteExplanation(
-        num_tokens=prompt.num_tokens, stride_tokens=prompt.shape.stride_tokens, weight=weight, candidates=tuple(rows)
+        num_tokens=prompt.num_tokens,
+        stride_tokens=prompt.shape.stride_tokens,
+        weight=weight,
+        tier_cost=chooser.config.tier_cost,
+        candidates=tuple(rows),
     )
 
 
@@ -57,6 +65,7 @@ def _row_of(members: FleetMembers, chooser: RouteChooser, column: int, member: F
         ranks=len(feeds),
         epoch=index.position(column)[0] or "",
         pages=min(map(index.num_pages, member.columns)),
+        host_pages=min(index.num_pages(feed.columns[HOST]) if HOST in feed.columns else 0 for feed in feeds),
         pending_tokens=chooser.pending(column),
         open_routes=routes.num_pending(column),
         routes=member.num_routes,

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
 from raydix.actors.fleet.cache_directory import CacheDirectory, CacheSource
 from raydix.actors.fleet.cache_feed import CacheFeed
+from raydix.actors.fleet.cost import TierColumns
 from raydix.actors.fleet.fleet_member import FleetMember, members_of
 from raydix.actors.fleet.membership import PageShape, left_out_causes
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.actors.transport.validation import checked_name
 from raydix.cache_core import PageIndex
 from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest
+from raydix.schemas.requests import DEVICE, HOST
 from raydix.schemas.shown import brief
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class FleetMembers:
         by_column: column -> member that gets requests. A change replaces the dictionary.
         ranks: column -> columns of all ranks, of the members with several ranks that get requests.
         columns: the columns of the members that get requests.
+        hosts: column of a pool -> column of its host tier, of all ranks of the members that get requests.
+        tiers: the columns of the members and of the tiers below them; None: no member has a host tier.
         shape: the shape of the members' pages; None: it is not known yet.
         fault: the error of the directory's last look; empty: there was none.
         num_changes: rises whenever a member begins or ceases to get requests.
@@ -64,6 +68,8 @@ class FleetMembers:
         self.by_column: dict[int, FleetMember] = {}
         self.ranks: dict[int, tuple[int, ...]] = {}
         self.columns: list[int] = []
+        self.hosts: dict[int, int] = {}
+        self.tiers: TierColumns | None = None
         self.shape: PageShape | None = None
         self.fault = ""
         self.num_changes = 0
@@ -250,10 +256,17 @@ class FleetMembers:
         self.by_column = {columns[0]: member for columns, member in alive.items()}
         self.ranks = {columns[0]: columns for columns in alive if len(columns) > 1}
         self.columns = list(self.by_column)
+        found = [feed.columns for member in alive.values() for feed in member.feeds if HOST in feed.columns]
+        self.hosts = {columns[DEVICE]: columns[HOST] for columns in found}
+        self.tiers = self.tiers_of(self.columns) if self.hosts else None
         if self.columns:
             self._is_alive.set()
         else:
             self._is_alive.clear()
+
+    def tiers_of(self, columns: Iterable[int]) -> TierColumns:
+        """Return the columns of the host tiers of some members."""
+        return TierColumns({column: self.hosts[column] for column in columns if column in self.hosts})
 
 
 def _identity(source: CacheSource | None) -> Any:

@@ -21,6 +21,8 @@ class Route:
         prefix_len: tokens of the prompt that are stored there, as the router knows: whole strides of the events. Of a
             cache with a window or states: up to the last page at which a match may end there.
         promised_len: tokens that are stored there, or will be once earlier requests are computed; at least prefix_len.
+        host_len: tokens that are stored there in the pool or in the host tier; 0: there is no host tier.
+        loading_tokens: of these, the tokens beyond promised_len, which the cache loads before the lease is handed out.
         uncached_tokens: the other tokens of the prompt, which the cache's worker has to compute.
         pending_tokens: tokens that are computed there, or wait for it, without this request.
         why: the reason for the choice, as text.
@@ -32,6 +34,8 @@ class Route:
         "_next_best",
         "_rank_others",
         "cache",
+        "host_len",
+        "loading_tokens",
         "pending_tokens",
         "prefix_len",
         "promised_len",
@@ -52,6 +56,8 @@ class Route:
         why: str,
         end: Callable[[bool], None],
         prompt: Any = None,
+        host_len: int = 0,
+        loading_tokens: int = 0,
     ) -> None:
         """Make a route.
 
@@ -62,6 +68,8 @@ class Route:
         self.cache = cache
         self.prefix_len = prefix_len
         self.promised_len = promised_len
+        self.host_len = host_len
+        self.loading_tokens = loading_tokens
         self.uncached_tokens = uncached_tokens
         self.pending_tokens = pending_tokens
         self.why = why

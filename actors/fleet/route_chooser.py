@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raydix.actors.fleet.cost import Candidate, choose, compared, cost
+from raydix.actors.fleet.cost import Candidate, TierColumns, choose, compared, cost
 from raydix.actors.fleet.fleet_member import FleetMember
 from raydix.actors.fleet.members import FleetMembers
 from raydix.actors.fleet.membership import PageShape
@@ -20,6 +20,9 @@ from raydix.schemas import RouteConfig, TokenIds
 
 Runs = dict[int, tuple[int, int]]
 """Column -> leading tokens of a prompt that are stored there, and that are stored, pending or promised there."""
+
+
+_NO_HOSTS: dict[int, int] = {}
 
 
 class Prompt(NamedTuple):
@@ -48,11 +51,17 @@ class Comparison(NamedTuple):
         candidates: in no order.
         runs: of the candidates; a member with several ranks has the tokens that all its ranks hold.
         rank_runs: of each rank, for candidates with several ranks.
+        host_lens: column -> leading tokens that are stored in the pool or in the host tier, of members that have one.
     """
 
     candidates: list[Candidate]
     runs: Runs
     rank_runs: Runs
+    host_lens: dict[int, int]
+
+    def loading(self, column: int) -> int:
+        """Return the tokens that a candidate would load from its host tier."""
+        return max(0, self.host_lens.get(column, 0) - self.runs[column][1])
 
 
 class RouteChooser:
@@ -66,6 +75,7 @@ class RouteChooser:
 
     Attributes:
         config: how a member is chosen.
+        host_cost: cost of a token to load from a host tier, as a share of computing it.
         num_routes: requests that were routed; a request that is routed again counts once.
     """
 
@@ -76,6 +86,7 @@ class RouteChooser:
         self._index = members.index
         self._routes = members.routes
         self._rng = Random()
+        self.host_cost = config.tier_cost["CPU"]
 
     def prompt_of(self, packed: TokenIds, namespace: str | None) -> Prompt:
         """Return a prompt, hashed by the shape that the members have now."""
@@ -105,6 +116,11 @@ class RouteChooser:
         comparison = self.compare(prompt, columns or members.columns)
         best = choose(comparison.candidates, weight, self._rng)
         stored, expected = comparison.runs[best.cache]
+        loading = comparison.loading(best.cache)
+        uncached = max(0, prompt.num_tokens - expected - loading)
+        price = f"{uncached} uncached tokens"
+        if loading:
+            price = f"({uncached} uncached + {self.host_cost:g} * {loading} to load) tokens"
         member = members.by_column[best.cache]
         member.num_routes += 1
         if replaces is None:
@@ -115,18 +131,21 @@ class RouteChooser:
             member.name,
             prefix_len=stored,
             promised_len=expected,
-            uncached_tokens=int(best.uncached),
+            host_len=comparison.host_lens.get(best.cache, 0),
+            loading_tokens=loading,
+            uncached_tokens=uncached,
             pending_tokens=int(best.pending),
             rank_others=partial(_names_of_others, comparison.candidates, best, weight, members.by_column),
-            why=f"least cost of {len(comparison.candidates)}: {best.pending:.0f} pending + {weight:g} * "
-            f"{best.uncached:.0f} uncached tokens",
+            why=f"least cost of {len(comparison.candidates)}: {best.pending:.0f} pending + {weight:g} * {price}",
             end=self._count(prompt, best, comparison),
             prompt=prompt,
         )
 
     def compare(self, prompt: Prompt, columns: Sequence[int]) -> Comparison:
         """Return the candidates among the members with the given columns."""
-        unit, num_random = prompt.unit, self.config.num_random
+        unit, num_random, tiers = prompt.unit, self.config.num_random, self._members.tiers
+        if tiers is not None:
+            return self._compare_tiers(prompt, columns, tiers)
         found = compared(self._index, prompt.hashes, columns, num_random, self._rng, prompt.pages, prompt.stride)
         runs = {column: (stored * unit, expected * unit) for column, (stored, expected) in found.items()}
         rank_runs = self._lower_to_least(prompt, runs) if self._members.ranks else {}
@@ -134,7 +153,26 @@ class RouteChooser:
         candidates = [
             Candidate(column, pending(column), max(0, num_tokens - expected)) for column, (_, expected) in runs.items()
         ]
-        return Comparison(candidates, runs, rank_runs)
+        return Comparison(candidates, runs, rank_runs, _NO_HOSTS)
+
+    def _compare_tiers(self, prompt: Prompt, columns: Sequence[int], tiers: TierColumns) -> Comparison:
+        """Return the candidates, of members with host tiers."""
+        members, unit, num_random = self._members, prompt.unit, self.config.num_random
+        if columns is not members.columns:
+            tiers = members.tiers_of(columns)
+        pages = prompt.pages, prompt.stride
+        found = compared(self._index, prompt.hashes, columns, num_random, self._rng, *pages, tiers)
+        all_runs = {column: (stored * unit, expected * unit) for column, (stored, expected) in found.items()}
+        hosts = [column for column in all_runs if column in tiers.pool]
+        stored_below = {tiers.pool[column]: all_runs.pop(column)[0] for column in hosts}
+        host_lens = {column: max(below, all_runs[column][0]) for column, below in stored_below.items()}
+        rank_runs = self._lower_to_least(prompt, all_runs, host_lens) if members.ranks else {}
+        comparison = Comparison([], all_runs, rank_runs, host_lens)
+        for column, (_, expected) in all_runs.items():
+            loading = comparison.loading(column)
+            uncached = max(0, prompt.num_tokens - expected - loading) + self.host_cost * loading
+            comparison.candidates.append(Candidate(column, self.pending(column), uncached))
+        return comparison
 
     def pending(self, column: int) -> int:
         """Return the tokens that wait at a member, or are computed there: at the rank where they are most."""
@@ -143,15 +181,19 @@ class RouteChooser:
             return max(map(self._routes.pending, ranks[column]))
         return self._routes.pending(column)
 
-    def _lower_to_least(self, prompt: Prompt, runs: Runs) -> Runs:
+    def _lower_to_least(self, prompt: Prompt, runs: Runs, host_lens: dict[int, int] | None = None) -> Runs:
         """Replace the tokens that a member's first rank holds by the tokens that all its ranks hold.
 
+        Args:
+            host_lens: as in `Comparison`; replaced, too.
+
         Returns:
-            The tokens that each rank holds.
+            The tokens that each rank holds, and each rank's host tier.
         """
-        ranks = self._members.ranks
+        ranks, hosts = self._members.ranks, self._members.hosts
         several = ranks.keys() & runs.keys()
         columns = [column for first in several for column in ranks[first]]
+        columns += [hosts[column] for column in columns if column in hosts]
         rank_runs = dict.fromkeys(columns, (0, 0))
         pages = () if prompt.pages is None else (prompt.pages, prompt.stride)
         for column, stored, expected in self._index.longest_runs(prompt.hashes, 0, 0, columns, *pages):
@@ -159,6 +201,11 @@ class RouteChooser:
         for first in several:
             all_stored, all_expected = zip(*(rank_runs[column] for column in ranks[first]), strict=True)
             runs[first] = min(all_stored), min(all_expected)
+            if host_lens and first in host_lens:
+                host_lens[first] = min(
+                    max(rank_runs[column][0], rank_runs[hosts[column]][0] if column in hosts else 0)
+                    for column in ranks[first]
+                )
         return rank_runs
 
     def _count(self, prompt: Prompt, best: Candidate, comparison: Comparison) -> Callable[[bool], None]:

@@ -21,10 +21,16 @@ from raydix.actors.fleet import fleet as fleet_module
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.actors.service import event_feed
 from raydix.cache_core import PageIndex
-from raydix.schemas import PoolExhausted, RouteConfig
+from raydix.schemas import CacheConfig, EvictRequest, HostConfig, PoolExhausted, RouteConfig
 
 NUM_OPERATIONS = 150
 NUM_OPERATIONS_LONG = 3_000
+
+
+def config_of(name: str) -> CacheConfig:
+    """Return the configuration of a cache: every second one has a host tier."""
+    has_tier = int(name.removeprefix("cache-")) % 2
+    return slim(256, host=HostConfig(num_slots=1024) if has_tier else None)
 
 
 class Traffic:
@@ -103,7 +109,10 @@ class Traffic:
             self.random.choice([route.first_token, route.cancel])()
 
     async def evict(self) -> None:
-        await self.any_cache().evict(self.random.randrange(1, 200))
+        cache = self.any_cache()
+        await cache.open()
+        tier = self.random.choice(["device", *cache.config.tiers_below])
+        await cache.session.ask(EvictRequest(num_tokens=self.random.randrange(1, 200), tier=tier))
 
     async def reset(self) -> None:
         await self.any_cache().reset()
@@ -115,13 +124,14 @@ class Traffic:
         """Replace a cache by an empty one of the same name."""
         name = self.random.choice(list(self.caches))
         await self.caches[name].close()
-        self.caches[name] = LocalPrefixCache(slim(256))
+        self.caches[name] = LocalPrefixCache(config_of(name))
 
     async def scale(self) -> None:
         """Add a cache, or end one."""
         if len(self.caches) < 4:
             self.num_started += 1
-            self.caches[f"cache-{self.num_started}"] = LocalPrefixCache(slim(256))
+            name = f"cache-{self.num_started}"
+            self.caches[name] = LocalPrefixCache(config_of(name))
         else:
             await self.caches.pop(self.random.choice(list(self.caches))).close()
 
@@ -153,7 +163,7 @@ async def run(seed: int, num_operations: int, monkeypatch: pytest.MonkeyPatch, d
     names = [f"cache-{number}" for number in range(3)]
     config = RouteConfig(promise_ttl_s=0.5)
     async with (
-        local_fleet(dict.fromkeys(names, slim(256)), config=config) as (fleet, caches),
+        local_fleet({name: config_of(name) for name in names}, config=config) as (fleet, caches),
         await connect_fleet(caches, config=config, timeout_s=10) as other,
     ):
         fleets = [fleet, other]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -34,8 +35,10 @@ class FaultyFeed:
     def around(self, original: Events) -> Events:
         """Return a method in place of `PrefixCacheClient.events`, which is the original."""
 
-        def events(client: PrefixCacheClient, after_seq: int | None = None) -> AsyncIterator[Any]:
-            return self._read(original, client, after_seq)
+        def events(
+            client: PrefixCacheClient, after_seq: int | None = None, *, tier: str = "device"
+        ) -> AsyncIterator[Any]:
+            return self._read(partial(original, tier=tier), client, after_seq)
 
         return events
 

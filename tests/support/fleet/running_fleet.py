@@ -42,27 +42,46 @@ async def publish(cache: Any, *prompts: Iterable[int]) -> None:
                 await lease.insert(ids)
 
 
-async def caught_up(fleet: Fleet, caches: dict[str, Any]) -> dict[str, SlimEventSnapshot]:
-    """Wait until a router has all events of these caches, or of clients of them, until now; return the snapshots."""
+async def caught_up(fleet: Fleet, caches: dict[str, Any]) -> dict[str, dict[str, SlimEventSnapshot]]:
+    """Wait until a router has all events of these caches, or of clients of them, until now.
+
+    Return the snapshots, by the names of the caches and of their tiers.
+    """
+    return {name: await _caught_up(fleet, name, cache) for name, cache in caches.items()}
+
+
+async def _caught_up(fleet: Fleet, name: str, cache: Any) -> dict[str, SlimEventSnapshot]:
+    if not isinstance(cache, PrefixCacheClient):
+        async with PrefixCacheClient(cache) as client:
+            return await _caught_up(fleet, name, client)
+    await cache.open()
     snapshots: dict[str, SlimEventSnapshot] = {}
-    for name, cache in caches.items():
-        if isinstance(cache, PrefixCacheClient):
-            snapshot = await cache.event_snapshot()
-        else:
-            async with PrefixCacheClient(cache) as client:
-                snapshot = await client.event_snapshot()
+    for tier in ("device", *cache.config.tiers_below):
+        snapshot = await cache.event_snapshot(tier=tier)
         assert isinstance(snapshot, SlimEventSnapshot)
+        snapshots[tier] = snapshot
 
-        def has_all(name: str = name, snapshot: SlimEventSnapshot = snapshot) -> bool:
-            column = fleet.columns().get(name)
-            if column is None:
-                return False
-            epoch, seq = fleet.index.position(column)
-            return epoch == snapshot.epoch and seq >= snapshot.seq
+    def has_all() -> bool:
+        columns = columns_of(fleet, name)
+        if columns.keys() != snapshots.keys():
+            return False
+        positions = {tier: fleet.index.position(column) for tier, column in columns.items()}
+        return all(
+            positions[tier][0] == snapshot.epoch and positions[tier][1] >= snapshot.seq
+            for tier, snapshot in snapshots.items()
+        )
 
-        await until(has_all)
-        snapshots[name] = snapshot
+    await until(has_all)
     return snapshots
+
+
+def columns_of(fleet: Fleet, name: str) -> dict[str, int]:
+    """Return the columns of a cache in a router's index, by tier; empty: it gets no requests."""
+    column = fleet.columns().get(name)
+    if column is None:
+        return {}
+    hosts = fleet.members.hosts
+    return {"device": column} | ({"host": hosts[column]} if column in hosts else {})
 
 
 async def check_index(fleet: Fleet, caches: dict[str, Any]) -> None:
@@ -70,19 +89,21 @@ async def check_index(fleet: Fleet, caches: dict[str, Any]) -> None:
     await until(lambda: set(fleet.columns()) == set(caches))
     for name, cache in caches.items():
         while True:  # the cache itself may evict meanwhile
-            snapshot = (await caught_up(fleet, {name: cache}))[name]
-            column = fleet.columns().get(name)
-            if column is not None and fleet.index.position(column) == (snapshot.epoch, snapshot.seq):
+            snapshots = (await caught_up(fleet, {name: cache}))[name]
+            columns = columns_of(fleet, name)
+            positions = {tier: fleet.index.position(column) for tier, column in columns.items()}
+            if positions == {tier: (snapshot.epoch, snapshot.seq) for tier, snapshot in snapshots.items()}:
                 break
-        stored, pending, _ = fleet.index.pages(column)
-        ends = [] if snapshot.end_hashes is None else snapshot.end_hashes.tolist()
-        assert stored == set(snapshot.stored_hashes.tolist()) | {page ^ END for page in ends}, name
-        assert pending == set(snapshot.pending_hashes.tolist()), name
+        for tier, snapshot in snapshots.items():
+            stored, pending, _ = fleet.index.pages(columns[tier])
+            ends = [] if snapshot.end_hashes is None else snapshot.end_hashes.tolist()
+            assert stored == set(snapshot.stored_hashes.tolist()) | {page ^ END for page in ends}, (name, tier)
+            assert pending == set(snapshot.pending_hashes.tolist()), (name, tier)
     fleet.index.check_invariants()
     assert set(fleet.columns()) == set(caches)
-    assert fleet.index.num_pages() == sum(map(fleet.index.num_pages, fleet.columns().values())), (
-        "of caches that are gone"
-    )
+    all_columns = [column for name in caches for column in columns_of(fleet, name).values()]
+    assert fleet.index.num_pages() == sum(map(fleet.index.num_pages, all_columns)), "of caches that are gone"
+    assert fleet.index.num_columns == len(all_columns)
 
 
 @asynccontextmanager
