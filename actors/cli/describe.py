@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_handle, join
 from raydix.actors.cli.output import AsJson, show
+from raydix.actors.cli.start_one import host_facts
+from raydix.schemas.shown import byte_size, counted
 
 _NUMBER = re.compile(r"-\d+$")  # added to the name by `start`
 
@@ -13,9 +16,10 @@ _NUMBER = re.compile(r"-\d+$")  # added to the name by `start`
 def describe(
     name: CacheName, address: Address = None, namespace: Namespace = "raydix", as_json: AsJson = False
 ) -> None:
-    """Print the configuration of a running cache as YAML, for `raydix start -c FILE`, and its base model's fingerprint.
+    """Print the configuration of a running cache as YAML, for `raydix start -c FILE`.
 
-    Settings with their default are left out; `--json` prints all.
+    Comments name its base model's fingerprint, and the sizes of its host tier. Settings with their default are left
+    out; `--json` prints all.
     """
     from raydix.actors.cluster.settings import Settings, as_yaml
 
@@ -30,8 +34,22 @@ def describe(
         "node_id": handle.node_id,
         "digest": handle.config.digest(),
         "model_fingerprint": model,
+        "host": host_facts(handle.config),
         "config": handle.config.model_dump(mode="json"),
     }
     head = f"# cache {name!r} in namespace {namespace!r}, on device {handle.device_type} of node {handle.node_id[:8]}\n"
     head += f"# base model: {model or 'none bound'}\n"
+    if found["host"]:
+        head += f"# host tier: {_host_text(found['host'])}\n"
     show(found, as_json, lambda: head + as_yaml(settings).rstrip("\n"))
+
+
+def _host_text(host: dict[str, Any]) -> str:
+    """Return the sizes of a host tier in words."""
+    parts = [
+        counted(host[field], what)
+        for field, what in (("num_slots", "slot"), ("num_swa_slots", "window slot"), ("num_state_slots", "state"))
+        if host[field]
+    ]
+    parts += [byte_size(host["num_bytes"])] if host["num_bytes"] else ["no tensors"]
+    return ", ".join([*parts, f"evicted by {host['policy']}"])

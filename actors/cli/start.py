@@ -89,6 +89,14 @@ def start(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as pool.num_slots=1M; repeatable."),
     ] = None,
+    host_capacity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS|GiB|Nx",
+            help="Size of a tier in host memory below each pool, such as 1M, 64GiB or 4x, four times the pool; "
+            "rounded down to whole pages.",
+        ),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -120,8 +128,9 @@ def start(
 
     `raydix start --for vllm MODEL --capacity 8GiB` reads vLLM's configuration of the model, so it runs in the engine's
     environment. It starts a cache that fits, one for each rank, and prints the command line of the engine. The pool is
-    host memory of this node, which all engines of the node share; `--set pool.device=cuda` takes a GPU of its own. The
-    other sources of settings can add to it; settings that do not fit the engine are refused.
+    host memory of this node, which all engines of the node share; `--set pool.device=cuda` takes a GPU of its own, and
+    only then `--host-capacity` has a use. The other sources of settings can add to it; settings that do not fit the
+    engine are refused.
     """
     wishes = EngineWishes(
         engine,
@@ -139,11 +148,13 @@ def start(
     if engine is not None:
         if count is not None:
             raise CommandError("--count does not go with --for: each rank has one cache", "--tensor-parallel N", USAGE)
-        start_for_engine(wishes, file, options or (), name, worker_cpus, timeout_s, address, namespace, as_json)
+        start_for_engine(
+            wishes, file, options or (), name, host_capacity, worker_cpus, timeout_s, address, namespace, as_json
+        )
         return
     from raydix.actors.cluster.settings import load_settings
 
-    settings = load_settings(file, options=options or (), name=name)
+    settings = load_settings(file, options=options or (), name=name, host_capacity=host_capacity)
     join(address, namespace)
     from raydix.actors.cluster.placement import num_gpus
 

@@ -19,7 +19,7 @@ from raydix.actors.cli.engine_nodes import SHORT_ID, check_memory, check_no_node
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import show
 from raydix.actors.cli.start_one import start_one, table_of_started
-from raydix.actors.cluster.capacity import Capacity, read_capacity
+from raydix.actors.cluster.capacity import HOST_OPTION, Capacity, read_capacity, read_tier_capacity
 from raydix.actors.cluster.rank_names import rank_name
 from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.shown import brief, byte_size, counted
@@ -83,6 +83,7 @@ def start_for_engine(
     file: Path | None,
     given: Iterable[str],
     name: str | None,
+    host_capacity: str | None,
     worker_cpus: int,
     timeout_s: float | None,
     address: str | None,
@@ -95,6 +96,8 @@ def start_for_engine(
 
     assert wishes.capacity is not None, "checked before"
     capacity = read_capacity(wishes.capacity, "--capacity")
+    given = tuple(given)
+    check_host_tier(file, given, host_capacity)
     model, *more = wishes.model
     try:
         options = EngineOptions(
@@ -113,7 +116,7 @@ def start_for_engine(
         kvs = read_in_own_process(options)
     except ReadFailed as error:
         raise CommandError(str(error), "vllm serve with the same model and options shows more") from error
-    settings = _settings_for(kvs[0], capacity, wishes, file, given, name)
+    settings = _settings_for(kvs[0], capacity, wishes, file, given, name, host_capacity)
     in_memory = not settings.config.pool.may_lie_on_gpu
     if not in_memory:
         check_no_node_is_named(wishes.node, wishes.every_gpu_node)
@@ -158,8 +161,41 @@ def start_for_engine(
     show(result, as_json, lambda: _report(result, options))
 
 
+def check_host_tier(file: Path | None, given: Iterable[str], host_capacity: str | None) -> None:
+    """Check that an engine's cache has a host tier only below a pool on a GPU.
+
+    Args:
+        file, given, host_capacity: sources of the settings, as of `load_settings`.
+
+    Raises:
+        CommandError: the pool is host memory itself, as by default, or may be.
+        SettingsError: a source cannot be read, or `--host-capacity` has another form.
+    """
+    from raydix.actors.cluster.settings import given_settings
+
+    if host_capacity is not None:
+        read_tier_capacity(host_capacity, HOST_OPTION, pool_slots=1)
+    settings, places = given_settings(file, options=given, host_capacity=host_capacity)
+    pool = settings.get("pool")
+    device = pool.get("device") if isinstance(pool, dict) else None
+    if settings.get("host") is not None and not str(device).startswith("cuda"):
+        place = places.get(("host", "num_slots"), places.get(("host",), "the settings"))
+        raise CommandError(
+            f"{place if place == HOST_OPTION else f'{place}: host'} with --for vllm must come with pool.device=cuda: "
+            "else the pool is host memory itself",
+            "a larger --capacity, or --set pool.device=cuda",
+            USAGE,
+        )
+
+
 def _settings_for(
-    kv: EngineKV, capacity: Capacity, wishes: EngineWishes, file: Path | None, given: Iterable[str], name: str | None
+    kv: EngineKV,
+    capacity: Capacity,
+    wishes: EngineWishes,
+    file: Path | None,
+    given: Iterable[str],
+    name: str | None,
+    host_capacity: str | None,
 ) -> Settings:
     """Return the settings of a rank's cache: the engine's, to which the user's are added.
 
@@ -177,7 +213,7 @@ def _settings_for(
         ("page_size",): kv.block_size,
     }
     defaults |= {("pool", key): value for key, value in pool.items()}
-    settings = load_settings(file, options=given, name=name, defaults=defaults)
+    settings = load_settings(file, options=given, name=name, host_capacity=host_capacity, defaults=defaults)
     kv.check_config(settings.config, check=check)
     if settings.config.pool.num_slots != num_tokens:
         raise CommandError(

@@ -65,21 +65,35 @@ def start_one(
         "node_id": handle.node_id,
         "num_slots": config.pool.num_slots,
         "num_bytes": handle.num_bytes,
+        "host": host_facts(config),
         "findings": list(stats.findings),
     }
 
 
+def host_facts(config: CacheConfig) -> dict[str, Any] | None:
+    """Return the sizes of a cache's host tier, its bytes and its policy; None: it has no such tier."""
+    if config.host is None:
+        return None
+    from raydix.actors.transport.pool_shapes import layout_below
+
+    sizes = config.host_sizes
+    return sizes._asdict() | {"num_bytes": layout_below(config, sizes).num_bytes, "policy": config.host.policy}
+
+
 def table_of_started(started: list[dict[str, Any]]) -> Group:
     """Return a table of the facts of caches; `reused` says whether each ran already. Warnings follow."""
-    table = table_of("cache", "device", "node", ">slots", ">pool", "")
+    has_hosts = any(facts["host"] for facts in started)
+    table = table_of("cache", "device", "node", ">slots", ">pool", *((">host slots", ">host") * has_hosts), "")
     for facts in started:
-        table.add_row(
-            facts["name"],
-            facts["device"],
-            facts["node_id"][:8],
-            f"{facts['num_slots']:,}",
-            byte_size(facts["num_bytes"]) if facts["num_bytes"] else NONE,
-            "ran already" if facts["reused"] else "started",
-        )
+        host = _cells(facts["host"]) if has_hosts else ()
+        end = "ran already" if facts["reused"] else "started"
+        table.add_row(facts["name"], facts["device"], facts["node_id"][:8], *_cells(facts), *host, end)
     found = {facts["name"]: first_finding(facts["findings"]) for facts in started}
     return Group(table, *(f"warning: {name}: {finding}" for name, finding in found.items() if finding))
+
+
+def _cells(pool: dict[str, Any] | None) -> tuple[str, str]:
+    """Return the slots and the bytes of a pool or tier; None: there is none."""
+    if pool is None:
+        return NONE, NONE
+    return f"{pool['num_slots']:,}", byte_size(pool["num_bytes"]) if pool["num_bytes"] else NONE

@@ -2,6 +2,7 @@
 
 `k`, `M` and `G` are decimal numbers of tokens. `KB`, `MB`, `GB`, `KiB`, `MiB`, `GiB` and `TiB` are bytes. They give a
 number of tokens where the bytes of a token are known. A pool has whole pages, so a capacity is rounded down to them.
+The size of a tier below a pool may also be a multiple of the pool: 4x.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from raydix.actors.cluster.settings_file import SettingsError
 from raydix.schemas.shown import brief, byte_size, counted
 
 FORMS = "tokens, such as 200_000, 1M or 1e6, or bytes, such as 8GiB"
+HOST_OPTION = "--host-capacity"
+TIER_FORMS = "tokens, such as 200_000 or 1M, bytes, such as 64GiB, or a multiple of the pool, such as 4x"
 
 _UNITS = {
     "": 1,
@@ -30,6 +33,7 @@ _UNITS = {
     "tb": 10**12,
 }
 _NUMBER = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)\s*([a-zA-Z]*)", re.ASCII)
+_MULTIPLE = re.compile(r"(\d[\d_,]*(?:\.\d+)?)\s*[xX]", re.ASCII)
 _MOST_CHARACTERS = 64
 
 
@@ -76,11 +80,28 @@ class Capacity(NamedTuple):
         return tokens - tokens % page_size
 
 
-def read_capacity(text: str, place: str) -> Capacity:
+def read_tier_capacity(text: str, place: str, pool_slots: int) -> Capacity:
+    """Return the size of a tier that a text names: as `read_capacity`, or as a multiple of the pool ("4x").
+
+    Args:
+        place: begins an error: the option, or the file, line and key.
+        pool_slots: of the pool.
+
+    Raises:
+        SettingsError: it names none of them.
+    """
+    found = _MULTIPLE.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
+    if found is None:
+        return read_capacity(text, place, TIER_FORMS)
+    return Capacity(text.strip(), place, int(_decimal(found) * pool_slots), is_bytes=False)
+
+
+def read_capacity(text: str, place: str, forms: str = FORMS) -> Capacity:
     """Return the size that a text names: tokens ("200_000", "1.5M", "1e6") or bytes ("8GiB", "500 MB").
 
     Args:
         place: begins an error: the option, or the file, line and key.
+        forms: the forms of a size, for the error.
 
     Raises:
         SettingsError: it names neither.
@@ -88,6 +109,10 @@ def read_capacity(text: str, place: str) -> Capacity:
     found = _NUMBER.fullmatch(text.strip()) if len(text) <= _MOST_CHARACTERS else None
     unit = found.group(2).lower() if found else ""
     if found is None or unit not in _UNITS:
-        raise SettingsError(f"{place} must be {FORMS}, not {brief(text)}", f"{place.split()[-1]} 1M")
-    number = Decimal(found.group(1).replace("_", "").replace(",", "")) * _UNITS[unit]
-    return Capacity(text.strip(), place, int(number), unit.endswith("b"))
+        raise SettingsError(f"{place} must be {forms}, not {brief(text)}", f"{place.split()[-1]} 1M")
+    return Capacity(text.strip(), place, int(_decimal(found) * _UNITS[unit]), unit.endswith("b"))
+
+
+def _decimal(found: re.Match[str]) -> Decimal:
+    """Return the number that the first group of a match has."""
+    return Decimal(found.group(1).replace("_", "").replace(",", ""))

@@ -4,8 +4,8 @@
     pool:                           RAYDIX_POOL_NUM_SLOTS=65536           pool.num_slots=65536
       num_slots: 65536
 
-The keys are the fields of `CacheConfig`, and `name`. Sizes may also be written as 1M, 1e6 or 8GiB: see
-`raydix.actors.cluster.capacity`. Errors name the place of the wrong setting.
+The keys are the fields of `CacheConfig`, and `name`. Sizes may also be written as 1M, 1e6 or 8GiB, and those of the
+host tier as 4x: see `raydix.actors.cluster.capacity`. Errors name the place of the wrong setting.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -23,13 +24,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from raydix.actors.cluster.capacity import read_capacity
+from raydix.actors.cluster.capacity import HOST_OPTION, read_capacity, read_tier_capacity
 from raydix.actors.cluster.settings_file import Key, SettingsError, read_value, read_yaml
 from raydix.schemas import CacheConfig, PoolConfig
 from raydix.schemas.cache_name import check_cache_name
+from raydix.schemas.config import TierSizes
 from raydix.schemas.shown import cut, fault_text
 
 DEFAULT_NAME = "kv"
+_HOST_SLOTS: Key = ("host", "num_slots")
 _PREFIX = "RAYDIX_"
 _TYPO_SIMILARITY = 0.8  # an unknown variable as similar to a known one as this is an error
 
@@ -48,6 +51,7 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     options: Iterable[str] = (),
     name: str | None = None,
+    host_capacity: str | None = None,
     defaults: Mapping[Key, Any] | None = None,
 ) -> Settings:
     """Return the combined settings of a file, the environment and options.
@@ -57,10 +61,44 @@ def load_settings(
         environ: variables, of which `RAYDIX_*` are read; None takes this process's.
         options: "key=value", with dots in the key; the value is YAML.
         name: base name of the caches; it overrides the other sources. None takes theirs.
+        host_capacity: `host.num_slots`, the size of the host tier; it overrides the other sources. None takes theirs.
         defaults: values by key, such as ("pool", "num_slots"); the other sources override them.
 
     Raises:
         SettingsError: the file cannot be read, or a key or value is wrong; the message names the place.
+    """
+    tree, places = given_settings(
+        path, environ=environ, options=options, name=name, host_capacity=host_capacity, defaults=defaults
+    )
+    try:
+        name = check_cache_name(tree.pop("name", DEFAULT_NAME))
+    except ValueError as error:
+        raise SettingsError(f"{places['name',]}: name: {error}", "kv, for caches called kv-0, kv-1 and so on") from None
+    _check_events(tree, places)
+    _read_sizes(tree, places)
+    try:
+        _read_host_sizes(tree, places)
+        return Settings(name, CacheConfig.model_validate(tree))
+    except ValidationError as error:
+        raise _explained(error, places, path) from None
+
+
+def given_settings(
+    path: Path | str | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    options: Iterable[str] = (),
+    name: str | None = None,
+    host_capacity: str | None = None,
+    defaults: Mapping[Key, Any] | None = None,
+) -> tuple[dict[str, Any], dict[Key, str]]:
+    """Return the values of the combined sources as they are given, as a tree, and the place of each.
+
+    Args:
+        path, environ, options, name, host_capacity, defaults: as of `load_settings`.
+
+    Raises:
+        SettingsError: a source cannot be read, or a key is wrong.
     """
     tree: dict[str, Any] = {}
     places: dict[Key, str] = {}
@@ -70,21 +108,13 @@ def load_settings(
         _from_environment(os.environ if environ is None else environ),
         _from_options(options),
         [] if name is None else [(("name",), name, "--name")],
+        [] if host_capacity is None else [(_HOST_SLOTS, host_capacity, HOST_OPTION)],
     )
     for layer in layers:
         for key, value, place in layer:
             _merge(tree, key, value)
             places[key] = place
-    try:
-        name = check_cache_name(tree.pop("name", DEFAULT_NAME))
-    except ValueError as error:
-        raise SettingsError(f"{places['name',]}: name: {error}", "kv, for caches called kv-0, kv-1 and so on") from None
-    _check_events(tree, places)
-    _read_sizes(tree, places)
-    try:
-        return Settings(name, CacheConfig.model_validate(tree))
-    except ValidationError as error:
-        raise _explained(error, places, path) from None
+    return tree, places
 
 
 def _check_events(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
@@ -118,6 +148,61 @@ def _read_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
             _with_sizes(tenant, page_size, f"{places['tenants',]}: tenants.{number}")
             for number, tenant in enumerate(tree["tenants"])
         ]
+
+
+def _read_host_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
+    """Replace the sizes of the host tier that are given as text, such as 64GiB or 4x, by their number of slots.
+
+    They are rounded down to whole pages. Bytes are those of the records of a tier.
+
+    Raises:
+        SettingsError: a size is wrong.
+        ValidationError: the settings are wrong without a host tier, so that its records are not known.
+    """
+    host = tree.get("host")
+    if not isinstance(host, dict):
+        return
+    given = [field for field in ("num_swa_slots", "num_slots") if isinstance(host.get(field), str)]
+    if not given:
+        return
+    config = CacheConfig.model_validate(tree | {"host": None})
+    tree["host"] = host = dict(host)
+    in_pool = {"num_slots": config.pool.num_slots, "num_swa_slots": config.pool.num_swa_slots or config.pool.num_slots}
+    for field in given:
+        place = places.get(("host", field), places.get(("host",), ""))
+        place = place if place == HOST_OPTION else f"{place}: host.{field}"
+        capacity = read_tier_capacity(host[field], place, in_pool[field])
+        token_bytes, unknown = 0, "give a number"
+        if field == "num_slots" and capacity.is_bytes:
+            token_bytes, of_others, unknown = _host_token_bytes(config, host)
+            capacity = capacity._replace(number=max(0, capacity.number - of_others))
+        host[field] = capacity.num_tokens(config.page_size, token_bytes, unknown)
+
+
+def _host_token_bytes(config: CacheConfig, host: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Return the bytes of a token of a host tier, those of window slots and states with a number of their own, and "".
+
+    The bytes of a token include its share of the window slots and states that are in proportion to the pool's. If a
+    token has no bytes, the third value is the reason.
+    """
+    # This imports torch, which takes long.
+    from raydix.actors.transport.pool_shapes import layout_below
+
+    pool = config.pool
+    if not pool.has_tensors:
+        return 0, 0, "the pool has no layers, so a token has no bytes"
+    below = layout_below(config, TierSizes(config.page_size))
+    token_bytes, of_others = Fraction(below.slot_bytes), 0
+    in_proportion = {
+        "num_swa_slots": (below.swa_slot_bytes, pool.num_swa_slots or pool.num_slots),
+        "num_state_slots": (below.state_bytes, pool.num_state_slots),
+    }
+    for field, (num_bytes, in_pool) in in_proportion.items():
+        if isinstance(number := host.get(field), int):
+            of_others += number * num_bytes
+        else:
+            token_bytes += Fraction(in_pool * num_bytes, pool.num_slots)
+    return math.ceil(token_bytes), of_others, ""
 
 
 def _with_sizes(tenant: Any, page_size: int, place: str) -> Any:

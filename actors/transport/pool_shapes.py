@@ -12,6 +12,7 @@ from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
 from raydix.cache_core.pool.kv_pool import ARRAYS, WITH_INDEX, WITHOUT_INDEX
 from raydix.cache_core.pool.pool_layout import aligned
 from raydix.schemas import CacheConfig, InvalidRequest, PoolConfig, Segment
+from raydix.schemas.config import TierSizes
 
 OPAQUE = (
     "this pool keeps opaque records (PoolConfig.format), and the slots of a record cannot be addressed singly: map the "
@@ -60,6 +61,33 @@ def pool_below(
         fields |= {"segments": tables["full"], "swa_segments": tables["swa"], "state_segments": tables["state"]}
         fields["format"] = "opaque"
     return PoolConfig.model_validate(fields | {"device": "cpu"})
+
+
+def layout_below(config: CacheConfig, sizes: TierSizes) -> RecordLayout:
+    """Return the layout of the pool of a tier below a cache, without records if the cache is index-only.
+
+    Args:
+        config: of the cache.
+        sizes: of the tier.
+    """
+    below = config.pool
+    if below.format == "layers":
+        below = pool_below(config, config.page_size, *_smallest(config))
+    return RecordLayout(
+        num_slots=sizes.num_slots,
+        page_size=config.page_size,
+        slot_bytes=below.slot_bytes,
+        num_swa_slots=sizes.num_swa_slots,
+        swa_slot_bytes=below.swa_slot_bytes,
+        num_state_slots=sizes.num_state_slots,
+        state_bytes=below.state_bytes,
+    )
+
+
+def _smallest(config: CacheConfig) -> tuple[int | None, int]:
+    """Return the window slots and states of the smallest tier below a pool with layers: of those that have layers."""
+    kinds = config.pool.layer_kinds or ()
+    return config.page_size if "swa" in kinds else None, int("state" in kinds)
 
 
 def _tables(layout: PoolLayout, dtype: str) -> dict[str, tuple[Segment, ...]]:

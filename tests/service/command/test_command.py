@@ -114,7 +114,8 @@ def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace
 def test_a_description_starts_a_cache_of_the_same_configuration(namespace: str, tmp_path: Path) -> None:
     file, where = tmp_path / "cache.yaml", ["--namespace", namespace]
     options = ("page_size=8", "pool.num_slots=128", "ghost={}", "eviction.low_watermark=0.25", "fingerprint=1e5")
-    run("start", "--name", "chat", *(part for each in options for part in ("--set", each)), *where)
+    settings = [part for each in options for part in ("--set", each)]
+    (started,) = run_json("start", "--name", "chat", *settings, "--host-capacity", "4x", *where)
 
     file.write_text(run("describe", "chat-0", *where).stdout)
     (same,) = run_json("start", "-c", file, *where)
@@ -125,6 +126,9 @@ def test_a_description_starts_a_cache_of_the_same_configuration(namespace: str, 
     assert first["digest"] == second["digest"] == CacheConfig.model_validate(first["config"]).digest()
     assert first["config"]["leases"]["max_waiters"] == 1024
     assert "max_waiters" not in file.read_text()
+    assert "\n# host tier: 512 slots, no tensors, evicted by 2q\n" in file.read_text()
+    assert first["host"] == started["host"] == second["host"]
+    assert (first["host"]["num_slots"], first["config"]["host"]["num_slots"]) == (512, 512)
     mismatch = run("start", "-c", file, "--set", "page_size=16", *where, exit_code=1).stderr
     assert "page_size is 8, not 16" in mismatch
 

@@ -20,11 +20,27 @@ def test_elsewhere_than_in_the_engines_environment_the_message_says_where_to_run
     assert "run it in the engine's environment, which has vllm" in error["advice"]
 
 
+@pytest.mark.skipif(has_vllm(), reason="vLLM is installed here")
+def test_a_host_tier_goes_with_an_engines_pool_on_a_gpu() -> None:
+    on_gpu = ("--set", "pool.device=cuda", "--host-capacity", "4x")
+
+    assert "vLLM reads the configuration" in run(*FOR, "--capacity", "1M", *on_gpu, exit_code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (FOR, "--for vllm must come with --capacity"),
         ((*FOR, "--capacity", "8 G of RAM"), "--capacity must be tokens"),
+        ((*FOR, "--capacity", "1M", "--host-capacity", "lots"), "--host-capacity must be tokens"),
+        (
+            (*FOR, "--capacity", "1M", "--host-capacity", "4x"),
+            "--host-capacity with --for vllm must come with pool.device=cuda",
+        ),
+        (
+            (*FOR, "--capacity", "1M", "--set", "host.num_slots=64", "--set", "pool.device=auto"),
+            "--set host.num_slots=64: host with --for vllm must come with pool.device=cuda",
+        ),
         ((*FOR, "--capacity", "1M", "--count", 2), "--count does not go with --for"),
         ((*FOR, "--capacity", "1M", "--", "--kv-transfer-config", "{}"), "'--kv-transfer-config' must not be among"),
         (("start", "--for", "other", "a-model", "--capacity", "1M"), "--for must be vllm, not 'other'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raydix.actors.cluster.capacity import read_capacity
+from raydix.actors.cluster.capacity import read_capacity, read_tier_capacity
 from raydix.actors.cluster.settings_file import SettingsError
 
 
@@ -70,3 +70,31 @@ def test_of_gigas_of_tokens_bytes_are_meant_perhaps() -> None:
         read_capacity("8G", "--capacity").num_tokens(16)
 
     assert caught.value.advice == "a smaller number; for bytes write 8GiB"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("4x", 4000), ("1.5X", 1500), (" 2 x ", 2000), ("0.5x", 500), ("3k", 3000), ("1MiB", 2**20 // 100)],
+)
+def test_the_capacity_of_a_tier_may_also_be_a_multiple_of_the_pool(text: str, tokens: int) -> None:
+    assert read_tier_capacity(text, "--host-capacity", 1000).num_tokens(1, 100) == tokens
+
+
+@pytest.mark.parametrize("text", ["x", "-4x", "4 times", "4xx", "1e3x", "9" * 100 + "x"])
+def test_another_capacity_of_a_tier_is_refused(text: str) -> None:
+    with pytest.raises(
+        SettingsError, match=r"--host-capacity must be tokens, .* or a multiple of the pool, such as 4x"
+    ):
+        read_tier_capacity(text, "--host-capacity", 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0x", "must hold a page, 128 tokens, not '0x', which is 0 tokens"),
+        ("9999999x", "must be at most 2,147,418,112 tokens, not '9999999x', which is 9,999,999,000"),
+    ],
+)
+def test_a_multiple_that_no_tier_has_is_refused(text: str, expected: str) -> None:
+    with pytest.raises(SettingsError, match=f"--host-capacity {expected}"):
+        read_tier_capacity(text, "--host-capacity", 1000).num_tokens(128)

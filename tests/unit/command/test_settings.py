@@ -7,7 +7,8 @@ import pytest
 
 from raydix.actors.cluster.settings import Settings, as_yaml, load_settings
 from raydix.actors.cluster.settings_file import SettingsError
-from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, MetricsConfig, PoolConfig, TenantConfig
+from raydix.actors.transport.pool_shapes import layout_below
+from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, HostConfig, MetricsConfig, PoolConfig, TenantConfig
 from raydix.schemas.shown import cut, shown
 
 LAUGHS = ", ".join(
@@ -147,6 +148,95 @@ def test_the_limits_of_a_tenant_may_have_a_unit() -> None:
         SettingsError, match=r"tenants.0.cap_slots must be tokens, .* not '1GiB': a tenant has a number"
     ):
         load_settings(environ={}, options=["pool.num_slots=64", "tenants=[{name: a, cap_slots: 1GiB}]"])
+
+
+LAYERS = ("pool.num_layers=2", "pool.num_kv_heads=2", "pool.head_dim=8", "page_size=16", "pool.num_slots=1600")
+TOKEN_BYTES = 2 * 2 * (8 + 8) * 2  # layers, heads, K and V, bytes of a number
+
+
+def tier(capacity: str | None, *options: str) -> CacheConfig:
+    return load_settings(environ={}, options=[*LAYERS, *options], host_capacity=capacity).config
+
+
+@pytest.mark.parametrize(
+    ("capacity", "slots"),
+    [("4x", 6400), ("1.03x", 1648), ("1M", 1_000_000), ("1_000", 992), ("1MiB", 2**20 // TOKEN_BYTES)],
+)
+def test_the_slots_of_a_host_tier_may_be_bytes_or_a_multiple_of_the_pool(capacity: str, slots: int) -> None:
+    assert tier(capacity).host == HostConfig(num_slots=slots)
+    assert tier(capacity, "host.num_slots=64", "host.policy=lru").host == HostConfig(num_slots=slots, policy="lru")
+    assert tier(None, f"host.num_slots='{capacity}'").host == HostConfig(num_slots=slots)
+    environ = {"RAYDIX_HOST_NUM_SLOTS": f"'{capacity}'"}
+    assert load_settings(environ=environ, options=LAYERS).config.host == HostConfig(num_slots=slots)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("pool.layer_kinds=[full, swa]", "sliding_window_size=32", "pool.num_swa_slots=160"),
+        ("pool.layer_kinds=[full, swa]", "sliding_window_size=32", "host.num_swa_slots=2x"),
+        ("sliding_window_size=32",),
+        ("pool.layer_kinds=[full, state]", "kind=mamba", "pool.num_state_slots=10", "pool.state_shapes=[[1000]]"),
+        (
+            "pool.layer_kinds=[state, swa]",
+            "kind=mamba",
+            "sliding_window_size=32",
+            "pool.num_state_slots=10",
+            "pool.state_shapes=[[1000]]",
+            "host.num_state_slots=25",
+        ),
+    ],
+    ids=" ".join,
+)
+def test_a_host_tier_in_bytes_takes_at_most_as_many_and_nearly_all(more: tuple[str, ...]) -> None:
+    config = tier("1MiB", *more)
+
+    layout = layout_below(config, config.host_sizes)
+
+    spare = sum(num_bytes for _, num_bytes in layout.shapes)  # the records of padding
+    assert 0.97 * 2**20 <= layout.num_bytes - spare <= 2**20
+
+
+def test_a_host_tier_below_an_opaque_pool_may_be_given_in_bytes() -> None:
+    opaque = ("pool.format=opaque", "pool.slot_bytes=1024", "pool.num_slots=64", "page_size=16")
+
+    config = load_settings(environ={}, options=opaque, host_capacity="1MiB").config
+
+    assert config.host == HostConfig(num_slots=1024)
+
+
+@pytest.mark.parametrize(
+    ("options", "capacity", "expected"),
+    [
+        (LAYERS, "lots", "--host-capacity must be tokens, such as 200_000 or 1M, bytes, such as 64GiB, or a multiple"),
+        (LAYERS, "1KiB", "--host-capacity must hold a page, 16 tokens of 128 bytes each, not '1KiB', which is 8 tok"),
+        (LAYERS, "0x", "--host-capacity must hold a page, 16 tokens, not '0x', which is 0 tokens"),
+        (("pool.num_slots=64",), "1GiB", "--host-capacity must be tokens, such as 200_000 or 1M, not '1GiB': the pool"),
+        ((*LAYERS, "kind=chunk"), "4x", "the settings: host is for kinds 'radix' and 'mamba', not 'chunk'"),
+        ((*LAYERS, "pool.head_dim=0"), "4x", "the settings: pool: a pool with layers needs num_kv_heads and head_dim"),
+        ((*LAYERS, "host.num_slots=-4"), None, "--set host.num_slots=-4: host.num_slots: must be greater than 0"),
+        ((*LAYERS, "host.num_slots=x"), None, "--set host.num_slots=x: host.num_slots must be tokens, such as 200_000"),
+        ((*LAYERS, "host={num_slots: 0x}"), None, "--set host={num_slots: 0x}: "),
+        (
+            (*LAYERS, "sliding_window_size=32", "host.num_swa_slots=1MiB"),
+            "4x",
+            "--set host.num_swa_slots=1MiB: host.num_swa_slots must be tokens, such as 200_000 or 1M, not '1MiB': give",
+        ),
+        (
+            (*LAYERS, "host.policy=lru"),
+            None,
+            "the settings: host.num_slots: must be set / set host.num_slots in a file",
+        ),
+    ],
+)
+def test_a_wrong_size_of_a_host_tier_is_named_with_its_place(
+    options: tuple[str, ...], capacity: str | None, expected: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(environ={}, options=options, host_capacity=capacity)
+
+    assert f"{caught.value} / {caught.value.advice}".startswith(expected)
 
 
 def test_variables_of_other_programs_are_left_alone() -> None:
