@@ -1,8 +1,9 @@
-"""`raydix replay`: hit rates of recorded traffic on caches of other sizes, policies and page sizes."""
+"""`raydix replay`: hit rates of recorded traffic on caches of other sizes, policies, page sizes and host tiers."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from rich.table import Table
 from raydix.actors.cli.cluster import Address, join
 from raydix.actors.cli.failures import USAGE, CommandError, wrong_option
 from raydix.actors.cli.output import AsJson, console, show, table_of
-from raydix.actors.cluster.capacity import read_capacity
+from raydix.actors.cluster.capacity import HOST_OPTION, read_capacity, read_tier_capacity
 from raydix.actors.report.too_large import too_large
 from raydix.schemas.shown import counted, percent, points, short_count
 from raydix.schemas.version import how_to_install
@@ -23,8 +24,10 @@ from raydix.schemas.version import how_to_install
 if TYPE_CHECKING:
     from raydix.actors.observe.trace import TracedRequest
     from raydix.actors.replay.trace_replay import Replay
-    from raydix.schemas import CacheConfig, CacheStats
+    from raydix.schemas import CacheConfig, CacheStats, HostConfig
 
+HOST_POLICY = "--host-policy"
+_NO_BYTES = "a trace does not say how many bytes a token takes"
 CAPACITIES = (1_024_000, 4_096_000, 16_384_000)  # defaults; a report takes the first
 
 
@@ -42,6 +45,18 @@ def replay(
     policies: Annotated[
         list[str] | None,
         typer.Option("--policy", metavar="NAME", help="lru, lfu, fifo, mru, filo, slru, priority or 2q; repeatable."),
+    ] = None,
+    host_capacities: Annotated[
+        list[str] | None,
+        typer.Option(
+            HOST_OPTION,
+            metavar="TOKENS|Nx",
+            help="Put a tier in host memory below each cache, such as 4M, or 4x, four times its capacity; repeatable.",
+        ),
+    ] = None,
+    host_policies: Annotated[
+        list[str] | None,
+        typer.Option(HOST_POLICY, metavar="NAME", help="Of that tier, as --policy; repeatable. Default: 2q."),
     ] = None,
     page_sizes: Annotated[
         list[int] | None,
@@ -63,13 +78,16 @@ def replay(
 
     Hits are whole pages, and every request publishes its prompt. A request that can never fit is a miss. The replay
     needs neither a GPU nor Ray.
+
+    With `--host-capacity`, KV is written to the tier before it is evicted, and loaded before a request begins; both
+    take no time. The hit rate then has a part that was found in the cache, and one that was loaded.
     """
+    hosts = _hosts(host_capacities, host_policies, ghost)
     requests = requests_of(trace, limit)
+    all_capacities, all_page_sizes = capacities or [*map(str, CAPACITIES)], page_sizes or [requests[0].block_size]
     configs = [
-        checked_config(*choice, high_watermark)
-        for choice in product(
-            capacities or map(str, CAPACITIES), policies or ["lru"], page_sizes or [requests[0].block_size]
-        )
+        checked_config(capacity, policy, page_size, high_watermark, host=host)
+        for capacity, policy, page_size, host in product(all_capacities, policies or ["lru"], all_page_sizes, hosts)
     ]
     if ghost:
         from raydix.schemas import GhostConfig
@@ -84,6 +102,25 @@ def replay(
     if plot is not None:
         _plot(plot, replays, requests)
     show(rows, as_json, lambda: Group(*_too_large(replays), _table(rows), *filter(None, map(_what_if, replays))))
+
+
+def _hosts(capacities: list[str] | None, policies: list[str] | None, ghost: bool) -> Sequence[tuple[str, str] | None]:
+    """Return the capacity and the policy of each host tier to replay with; None: without one.
+
+    Raises:
+        CommandError: an option does not go with the others; the message names it.
+    """
+    if not capacities:
+        if policies:
+            raise CommandError(f"{HOST_POLICY} must come with {HOST_OPTION}", f"{HOST_OPTION} 4x", USAGE)
+        return [None]
+    if ghost:
+        raise CommandError(
+            f"--ghost does not go with {HOST_OPTION}: it estimates caches without a tier below",
+            f"replay both sizes: --capacity 1M --capacity 2M {HOST_OPTION} {capacities[0]}",
+            USAGE,
+        )
+    return list(product(capacities, policies or ["2q"]))
 
 
 def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
@@ -101,9 +138,18 @@ def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
 
 
 def checked_config(
-    capacity: str, policy: str, page_size: int, high_watermark: float = 1.0, command: str = "replay"
+    capacity: str,
+    policy: str,
+    page_size: int,
+    high_watermark: float = 1.0,
+    command: str = "replay",
+    host: tuple[str, str] | None = None,
 ) -> CacheConfig:
     """Return the configuration of an index-only cache; its capacity is rounded down to whole pages.
+
+    Args:
+        command: it has the arguments.
+        host: the capacity and the policy of its host tier; None: it has none.
 
     Raises:
         CommandError: an argument of `command` is wrong; the message names it.
@@ -114,10 +160,24 @@ def checked_config(
     from raydix.actors.replay.trace_replay import index_config
 
     num_slots = tokens_of(capacity, page_size)
+    tier = None if host is None else _checked_host(*host, num_slots, page_size)
     try:
-        return index_config(num_slots, page_size=page_size, policy=policy, high_watermark=high_watermark)
+        return index_config(num_slots, page_size=page_size, policy=policy, high_watermark=high_watermark, host=tier)
     except ValidationError as error:
         raise wrong_option(error, command, {}) from None
+
+
+def _checked_host(capacity: str, policy: str, pool_slots: int, page_size: int) -> HostConfig:
+    """Return the configuration of a host tier; its capacity is rounded down to whole pages."""
+    from pydantic import ValidationError
+
+    from raydix.schemas import HostConfig
+
+    num_slots = read_tier_capacity(capacity, HOST_OPTION, pool_slots).num_tokens(page_size, unknown=_NO_BYTES)
+    try:
+        return HostConfig.model_validate({"num_slots": num_slots, "policy": policy})
+    except ValidationError as error:
+        raise wrong_option(error, "replay", {"policy": HOST_POLICY}) from None
 
 
 def tokens_of(capacity: str, page_size: int) -> int:
@@ -126,19 +186,18 @@ def tokens_of(capacity: str, page_size: int) -> int:
     Raises:
         SettingsError: it is wrong, or smaller than a page.
     """
-    unknown = "a trace does not say how many bytes a token takes"
-    return read_capacity(capacity, "--capacity").num_tokens(page_size, unknown=unknown)
+    return read_capacity(capacity, "--capacity").num_tokens(page_size, unknown=_NO_BYTES)
 
 
 def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: bool) -> list[Replay]:
     """Replay the trace on one cache after another, with a progress bar on stderr."""
-    from raydix.actors.replay.trace_replay import replay
+    from raydix.actors.replay.trace_replay import replay, series_of
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     replays = []
     with Progress(*columns, console=console(stderr=True)) as bars:
         for config in configs:
-            name = f"{config.pool.num_slots:,} tokens, {config.eviction.policy}, pages of {config.page_size}"
+            name = f"{config.pool.num_slots:,} tokens, {series_of(config)}"
             bar = bars.add_task(name, total=len(trace))
 
             def advance(done: int, bar: Any = bar) -> None:
@@ -175,20 +234,35 @@ def _plot(path: Path, replays: list[Replay], trace: list[TracedRequest]) -> None
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = table_of(">capacity", "policy", ">page", ">hit rate", ">reused", ">evicted", ">too large", ">requests/s")
-    for row in rows:
-        table.add_row(
-            f"{row['capacity']:,}",
-            row["policy"],
-            f"{row['page_size']}",
-            percent(row["hit_rate_percent"] / 100, 2),
-            short_count(row["reused_tokens"]),
-            short_count(row["evicted_tokens"]),
-            f"{row['too_large']:,}",
-            f"{row['requests_per_s']:,.0f}",
-        )
+    cells = [_cells(row) for row in rows]
+    table = table_of(*cells[0])
+    for row_cells in cells:
+        table.add_row(*row_cells.values())
     table.title = f"{counted(rows[0]['requests'], 'request')}, {short_count(rows[0]['prompt_tokens'])} prompt tokens"
     return table
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of a replay by their columns: all replays have a host tier, or none."""
+    tier, shares = {}, {}
+    if host := row.get("host"):
+        tier = {">host": f"{host['capacity']:,}", "host policy": host["policy"]}
+        shares = {
+            ">in cache": percent(host["device_hit_rate_percent"] / 100, 2),
+            ">loaded": percent(host["loaded_percent"] / 100, 2),
+        }
+    return {
+        ">capacity": f"{row['capacity']:,}",
+        "policy": row["policy"],
+        ">page": f"{row['page_size']}",
+        **tier,
+        ">hit rate": percent(row["hit_rate_percent"] / 100, 2),
+        **shares,
+        ">reused": short_count(row["reused_tokens"]),
+        ">evicted": short_count(row["evicted_tokens"]),
+        ">too large": f"{row['too_large']:,}",
+        ">requests/s": f"{row['requests_per_s']:,.0f}",
+    }
 
 
 def _too_large(replays: list[Replay]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raydix.actors.replay.trace_replay import Replay
+from raydix.actors.replay.trace_replay import Replay, series_of
 
 if TYPE_CHECKING:
     from raydix.actors.observe.trace import TracedRequest
@@ -40,7 +40,7 @@ def check_can_draw(path: Path) -> None:
 
 
 def plot(path: Path, replays: Sequence[Replay], trace: Sequence[TracedRequest]) -> None:
-    """Draw the hit rate against capacity, a line per policy and page size, and over the time of the trace.
+    """Draw the hit rate against capacity, a line per policy, page size and host tier, and over the time of the trace.
 
     A replay has the same colour in both. If all have one capacity, bars replace the lines of the first.
 
@@ -63,7 +63,7 @@ def plot(path: Path, replays: Sequence[Replay], trace: Sequence[TracedRequest]) 
 
 def _draw_bars(axes: Any, replays: Sequence[Replay]) -> None:
     rates = [replay.figures()["hit_rate_percent"] for replay in replays]
-    bars = axes.barh([_series(replay) for replay in replays], rates, color=_colours(replays))
+    bars = axes.barh([series_of(replay.config) for replay in replays], rates, color=_colours(replays))
     axes.bar_label(bars, fmt="%.1f %%", padding=3)
     axes.invert_yaxis()
     axes.set(xlabel="hit rate, %", title=f"Hit rate of {replays[0].config.pool.num_slots:,} tokens")
@@ -73,7 +73,8 @@ def _draw_bars(axes: Any, replays: Sequence[Replay]) -> None:
 def _draw_lines(axes: Any, replays: Sequence[Replay]) -> None:
     for colour, replay in zip(_colours(replays), replays, strict=True):
         axes.plot(replay.config.pool.num_slots, replay.figures()["hit_rate_percent"], "o", color=colour, zorder=3)
-    groups = groupby(sorted(replays, key=_series), key=_series)
+    by_series = sorted(replays, key=lambda replay: series_of(replay.config))
+    groups = groupby(by_series, key=lambda replay: series_of(replay.config))
     for style, (name, group) in zip(cycle(("-", "--", ":", "-.")), groups, strict=False):
         ordered = sorted(group, key=lambda replay: replay.config.pool.num_slots)
         rates = [replay.figures()["hit_rate_percent"] for replay in ordered]
@@ -92,7 +93,7 @@ def _draw_over_time(axes: Any, replays: Sequence[Replay], trace: Sequence[Traced
     present = np.unique(window)
     for colour, replay in zip(_colours(replays), replays, strict=True):
         rate = 100 * np.bincount(window, weights=replay.reused)[present] / np.bincount(window, weights=prompt)[present]
-        label = f"{replay.config.pool.num_slots:,} tokens, {_series(replay)}"
+        label = f"{replay.config.pool.num_slots:,} tokens, {series_of(replay.config)}"
         axes.plot((present + 0.5) / _WINDOWS * length, rate, color=colour, label=label)
     axes.set(xlabel="time in the trace, minutes", ylabel="hit rate, %", title="Hit rate over time", ylim=0)
     axes.grid(alpha=0.3)
@@ -101,7 +102,3 @@ def _draw_over_time(axes: Any, replays: Sequence[Replay], trace: Sequence[Traced
 def _colours(replays: Sequence[Replay]) -> list[str]:
     """Return a colour for each replay, of matplotlib's ten in turn."""
     return [f"C{place % 10}" for place in range(len(replays))]
-
-
-def _series(replay: Replay) -> str:
-    return f"{replay.config.eviction.policy}, pages of {replay.config.page_size}"

@@ -1,4 +1,4 @@
-"""Replay a trace on index-only caches (`num_layers=0`), to measure the prefill that a cache saves.
+"""Replay a trace on index-only caches (`num_layers=0`), to measure the prefill that a cache saves, and its tier.
 
 Requests run one at a time, in the order of the trace, and publish their whole prompt. Hits are whole pages: with pages
 of 512 tokens the last, partial block of a prompt is never reused.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.observe.trace import BLOCK
-from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, PoolConfig, PoolExhausted
+from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, HostConfig, PoolConfig, PoolExhausted
 
 if TYPE_CHECKING:
     from raydix.actors.client.lease import Lease
@@ -37,9 +37,12 @@ class Replay:
     seconds: float
 
     def figures(self) -> dict[str, Any]:
-        """Return the counts, and the hit rate: reused prompt tokens / prompt tokens of all requests."""
+        """Return the counts, and the hit rate: reused prompt tokens / prompt tokens of all requests.
+
+        With a host tier, reused tokens include those that were loaded from it.
+        """
         stats, ghost = self.stats, self.stats.ghost
-        return {
+        figures: dict[str, Any] = {
             "capacity": self.config.pool.num_slots,
             "policy": self.config.eviction.policy,
             "page_size": self.config.page_size,
@@ -51,13 +54,41 @@ class Replay:
             "evicted_tokens": stats.tokens_evicted,
             "seconds": self.seconds,
             "requests_per_s": len(self.reused) / self.seconds,
-        } | ({"ghost": ghost.model_dump(mode="json")} if ghost is not None else {})
+        }
+        if (tier := self.config.host) is not None and (host := stats.host) is not None:
+            found = stats.tokens_reused - host.tokens_loaded
+            figures["host"] = {
+                "capacity": tier.num_slots,
+                "policy": tier.policy,
+                "device_hit_rate_percent": 100 * found / max(1, stats.tokens_requested),
+                "loaded_percent": 100 * host.tokens_loaded / max(1, stats.tokens_requested),
+                "loaded_tokens": host.tokens_loaded,
+                "written_tokens": host.tokens_written,
+                "dropped_tokens": host.tokens_dropped,
+            }
+        if ghost is not None:
+            figures["ghost"] = ghost.model_dump(mode="json")
+        return figures
+
+
+def series_of(config: CacheConfig) -> str:
+    """Return policy, page size and host tier of a cache in words: "lru, pages of 512, host of 4,096,000 tokens, 2q"."""
+    host = config.host
+    tier = "" if host is None else f", host of {host.num_slots:,} tokens, {host.policy}"
+    return f"{config.eviction.policy}, pages of {config.page_size}{tier}"
 
 
 def index_config(
-    capacity: int, *, page_size: int = BLOCK, policy: str = "lru", high_watermark: float = 1.0
+    capacity: int,
+    *,
+    page_size: int = BLOCK,
+    policy: str = "lru",
+    high_watermark: float = 1.0,
+    host: HostConfig | None = None,
 ) -> CacheConfig:
     """Return the configuration of an index-only cache. At a watermark of 1.0 only the shortfall is evicted.
+
+    With a `host`, KV is written to that tier before it is evicted, which takes no time.
 
     Raises:
         ValidationError: the capacity is not a multiple of the page size, or the policy is unknown.
@@ -66,7 +97,10 @@ def index_config(
         {"policy": policy, "high_watermark": high_watermark, "low_watermark": min(0.8, high_watermark * 0.9)}
     )
     return CacheConfig(
-        page_size=page_size, pool=PoolConfig(num_slots=capacity, num_layers=0, device="cpu"), eviction=eviction
+        page_size=page_size,
+        pool=PoolConfig(num_slots=capacity, num_layers=0, device="cpu"),
+        host=host,
+        eviction=eviction,
     )
 
 
