@@ -25,7 +25,7 @@ GROUPS = {  # each group, and the module with its `figures`
     "eviction": "eviction_figures",
     "data-plane": "bench_data_plane",
     "blocks": "bench_blocks",
-    "tiers": "bench_tiers",
+    "tiers": "tier_figures",
     "scale": "bench_scale",
     "fleet": "bench_fleet",
     "end-to-end": "bench_end_to_end",

@@ -37,7 +37,12 @@ def write_trace(folder: Path, prompts: list[tuple[int, list[int]]] = PROMPTS) ->
 
 def recorded_trace(name: str) -> Path:
     """A trace in the folder of RAYDIX_TRACE; without it, the test is skipped."""
-    found = sorted(Path(os.environ["RAYDIX_TRACE"]).parent.glob(f"{name}.jsonl*"))
-    if not found:
+    found = beside_trace(name)
+    if found is None:
         pytest.skip(f"{name} is not in the folder of RAYDIX_TRACE")
-    return found[0]
+    return found
+
+
+def beside_trace(name: str) -> Path | None:
+    """A trace in the folder of RAYDIX_TRACE; None: it is not there."""
+    return next(iter(sorted(Path(os.environ["RAYDIX_TRACE"]).parent.glob(f"{name}.jsonl*"))), None)
