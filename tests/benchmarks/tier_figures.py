@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks import bench_tiers, tier_rates
+from benchmarks import bench_tiers, tier_rates, tier_speed
 from benchmarks.figures import Figure
 
 
 def figures(quick: bool) -> list[Figure]:
     """Return all figures of tiers that can be measured here."""
-    return [*bench_tiers.figures(quick), *tier_rates.figures(quick)]
+    return [*bench_tiers.figures(quick), *tier_rates.figures(quick), *tier_speed.figures(quick)]
