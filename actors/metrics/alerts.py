@@ -154,6 +154,45 @@ def _of_caches(query: _Queries) -> Iterator[Alert]:
     )
 
 
+def _of_host_tiers(query: _Queries) -> Iterator[Alert]:
+    rate = query.window(_RATE_S)
+    dropped, evicted = (
+        f"sum by (cache) (rate(ray_raydix_{name}_tokens_total{rate}))" for name in ("host_dropped", "evicted")
+    )
+    loads, whole = (
+        f"sum by (cache) (rate(ray_raydix_host_loads_total{ends}{rate}))" for ends in ('{end=~"late|failed"}', "")
+    )
+    yield Alert(
+        "RaydixHostTierNotReady",
+        f"{query.newest('host_ready', 'min')} == 0",
+        300,
+        "warning",
+        "Cache {{ $labels.cache }} has served for five minutes without its host tier",
+        "`raydix stats NAME` says why. `reserving` for minutes: the node is short of memory or of cores. Memory that "
+        "could not be reserved: lower host.num_slots, or run fewer other processes on the node.",
+    )
+    yield Alert(
+        "RaydixHostTierDrops",
+        f"{dropped} / {evicted} > 0.2",
+        600,
+        "warning",
+        "Of the tokens that cache {{ $labels.cache }} evicts, {{ $value | humanizePercentage }} were not written to its "
+        "host tier before",
+        "Requests take slots faster than the background task writes KV: raise host.reserve, lower "
+        "eviction.low_watermark, raise or remove host.write_mib_s, or enlarge the pool.",
+    )
+    yield Alert(
+        "RaydixHostTierLoads",
+        f"{loads} / {whole} > 0.1",
+        300,
+        "warning",
+        "Of the loads from the host tier of cache {{ $labels.cache }}, {{ $value | humanizePercentage }} are late or "
+        "fail",
+        "Their requests compute the KV. Late: raise host.load_timeout_s, or look for other work on the node's memory "
+        "and cores. Failed: the cache's log has the cause.",
+    )
+
+
 def _of_engines(query: _Queries) -> Iterator[Alert]:
     yield Alert(
         "RaydixLookupTimeouts",
@@ -189,7 +228,7 @@ def alerts(scale: float = 1.0) -> tuple[Alert, ...]:
         scale: factor of all windows and of the times for which expressions must hold; tests wait for less than 1.
     """
     query = _Queries(scale)
-    return (*_of_caches(query), *_of_engines(query))
+    return (*_of_caches(query), *_of_host_tiers(query), *_of_engines(query))
 
 
 def rules(scale: float = 1.0) -> dict[str, Any]:

@@ -94,6 +94,10 @@ _PANELS = (
                 f"sum by (cache, pool) (rate(ray_raydix_evicted_slots_total{_OF}[$__rate_interval]))",
                 "{{cache}} {{pool}}",
             ),
+            (
+                f"sum by (cache, pool) (rate(ray_raydix_host_evicted_slots_total{_OF}[$__rate_interval]))",
+                "{{cache}} host tier, {{pool}}",
+            ),
         ),
     ),
     _Panel(
@@ -190,6 +194,86 @@ _PANELS = (
             (f"sum by (cache) (increase(ray_raydix_eviction_failures_total{_OF}[5m]))", "{{cache}} failures"),
             (f"sum by (cache, how) (increase(ray_raydix_sessions_lost_total{_OF}[5m]))", "{{cache}} {{how}}"),
         ),
+    ),
+    _Panel(
+        "Host tier: slots by use",
+        "short",
+        ((f"sum by (cache, pool, use) (ray_raydix_host_slots{_OF})", "{{cache}} {{pool}} {{use}}"),),
+        True,
+    ),
+    _Panel(
+        "Host tier: loaded part of the hit rate, dropped part of the evictions",
+        "percentunit",
+        tuple(
+            (
+                f"sum by (cache) (rate(ray_raydix_{part}_tokens_total{_OF}[$__rate_interval])) / "
+                f"sum by (cache) (rate(ray_raydix_{whole}_tokens_total{_OF}[$__rate_interval]))",
+                f"{{{{cache}}}} {line}",
+            )
+            for part, whole, line in (
+                ("host_loaded", "requested", "loaded of requested"),
+                ("host_dropped", "evicted", "dropped of evicted"),
+            )
+        ),
+    ),
+    _Panel(
+        "Host tier: tokens per second",
+        "short",
+        tuple(
+            (
+                f"sum by (cache) (rate(ray_raydix_host_{name}_tokens_total{_OF}[$__rate_interval]))",
+                f"{{{{cache}}}} {name.replace('_', ' ')}",
+            )
+            for name in ("loaded", "loaded_unused", "written", "dropped", "failed")
+        ),
+    ),
+    _Panel(
+        "Host tier: loads and writes by end, per second",
+        "ops",
+        (
+            *(
+                (
+                    f"sum by (cache, end) (rate(ray_raydix_host_{name}_total{_OF}[$__rate_interval]))",
+                    f"{{{{cache}}}} {name} {{{{end}}}}",
+                )
+                for name in ("loads", "writes")
+            ),
+            *(
+                (
+                    f"sum by (cache) (rate(ray_raydix_host_{name}_total{_OF}[$__rate_interval]))",
+                    f"{{{{cache}}}} {name.replace('_', ' ')}",
+                )
+                for name in ("writes_refused", "states_not_published")
+            ),
+        ),
+    ),
+    _Panel(
+        "Host tier: bytes per second of copying, and bytes to be copied",
+        "bytes",
+        (
+            *(
+                (
+                    f"sum by (cache) (rate(ray_raydix_host_{done}_bytes_total{_OF}[$__rate_interval])) / "
+                    f"sum by (cache) (rate(ray_raydix_host_{verb}_seconds_total{_OF}[$__rate_interval]))",
+                    f"{{{{cache}}}} {done}",
+                )
+                for done, verb in (("loaded", "load"), ("written", "write"))
+            ),
+            (f"sum by (cache) (ray_raydix_host_queued_bytes{_OF})", "{{cache}} to be copied"),
+        ),
+    ),
+    _Panel(
+        "Host tier: state, copies in flight, requests that wait",
+        "short",
+        tuple(
+            (f"max by (cache) (ray_raydix_host_{name}{_OF})", f"{{{{cache}}}} {name.replace('_', ' ')}")
+            for name in ("ready", "pinned", "moves_in_flight", "loading_requests")
+        ),
+    ),
+    _Panel(
+        "Host tier: longest call of a copy",
+        "s",
+        ((f"max by (cache) (ray_raydix_host_longest_chunk_seconds{_OF})", "{{cache}}"),),
     ),
     _engine_rates(
         "Engines: look-ups, loads and saves per second",

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from raydix.actors.metrics.distribution import ACQUIRE_S, BATCH_SIZES, WAIT_S
-from raydix.schemas import CacheStats, Histogram, PoolStats
+from raydix.schemas import CacheStats, Histogram, PoolStats, TierStats
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[Labels, float]
@@ -54,12 +54,13 @@ def _of_task(name: str, scale: float = 1.0) -> Callable[[CacheStats], Iterator[S
 
 
 def _slots(stats: CacheStats) -> Iterator[Sample]:
-    pools: tuple[tuple[str, CacheStats | PoolStats | None], ...] = (
-        ("kv", stats),
-        ("window", stats.swa),
-        ("state", stats.state),
-    )
-    for name, pool in pools:
+    yield from _by_use(stats, stats.swa, stats.state)
+
+
+def _by_use(
+    kv: CacheStats | PoolStats, window: PoolStats | None, state: PoolStats | None
+) -> Iterator[tuple[Labels, float]]:
+    for name, pool in (("kv", kv), ("window", window), ("state", state)):
         if pool is not None:
             for use in _USES:
                 yield (("pool", name), ("use", use)), float(getattr(pool, f"{use}_slots"))
@@ -70,6 +71,118 @@ def _evicted(stats: CacheStats) -> Iterator[Sample]:
     for name, pool in (("window", stats.swa), ("state", stats.state)):
         if pool is not None:
             yield (("pool", name),), float(pool.evicted)
+
+
+def _host(read: Callable[[TierStats], Iterator[Sample]]) -> Callable[[CacheStats], Iterator[Sample]]:
+    """Return what `read` yields of the host tier; nothing for a cache without one."""
+
+    def of_cache(stats: CacheStats) -> Iterator[Sample]:
+        if stats.host is not None:
+            yield from read(stats.host)
+
+    return of_cache
+
+
+def _host_field(name: str, scale: float = 1.0) -> Callable[[CacheStats], Iterator[Sample]]:
+    def read(tier: TierStats) -> Iterator[Sample]:
+        yield (), scale * float(getattr(tier, name))
+
+    return _host(read)
+
+
+def _host_ready(tier: TierStats) -> Iterator[Sample]:
+    yield (), float(tier.state == "ready")
+
+
+def _host_slots(tier: TierStats) -> Iterator[Sample]:
+    yield from _by_use(tier.slots, tier.swa, tier.states)
+
+
+def _host_evicted(tier: TierStats) -> Iterator[Sample]:
+    for name, pool in (("kv", tier.slots), ("window", tier.swa), ("state", tier.states)):
+        if pool is not None:
+            yield (("pool", name),), float(pool.evicted)
+
+
+def _host_ends(field: str) -> Callable[[CacheStats], Iterator[Sample]]:
+    def read(tier: TierStats) -> Iterator[Sample]:
+        for end, number in getattr(tier, field).items():
+            yield (("end", end),), float(number)
+
+    return _host(read)
+
+
+def _host_metrics() -> tuple[Metric, ...]:
+    """Return the metrics of the tier in host memory. A cache without one has no values of them."""
+    gauges = (
+        ("pinned", "1 if the memory of the host tier is registered with CUDA", "pinned", 1.0),
+        ("loading_requests", "requests that wait for a load from the host tier", "loading_requests", 1.0),
+        ("moves_in_flight", "copies between the pool and the host tier that have not ended", "moves_in_flight", 1.0),
+        ("queued_bytes", "bytes that these copies have still to copy", "queued_bytes", 1.0),
+        ("longest_chunk_seconds", "longest time of one call of a copy", "longest_chunk_ms", 0.001),
+    )
+    counters = (
+        ("loaded_tokens", "of the reused tokens, those that were loaded from the host tier", "tokens_loaded"),
+        (
+            "loaded_unused_tokens",
+            "tokens that were loaded for no lease: prefetched, or too late",
+            "tokens_loaded_unused",
+        ),
+        ("written_tokens", "tokens that were written to the host tier, and were not there before", "tokens_written"),
+        ("dropped_tokens", "tokens evicted from the pool before they were written to the host tier", "tokens_dropped"),
+        ("failed_tokens", "tokens of copies that failed, were late, or were cancelled", "tokens_failed"),
+        ("writes_refused", "writes for which the host tier had no room", "writes_refused"),
+        ("states_not_published", "loaded states for which the pool had no second slot", "states_not_published"),
+        ("loaded_bytes", "bytes copied from the host tier", "loaded_bytes"),
+        ("written_bytes", "bytes copied to the host tier", "written_bytes"),
+        ("load_seconds", "time of copies from the host tier", "load_s"),
+        ("write_seconds", "time of copies to the host tier", "write_s"),
+    )
+    return (
+        Metric(
+            "raydix_host_slots",
+            "gauge",
+            "slots of the host tier, by pool and use, as `ray_raydix_slots`; only of caches with CacheConfig.host, as all "
+            "metrics of the host tier",
+            _host(_host_slots),
+            ("pool", "use"),
+        ),
+        Metric(
+            "raydix_host_ready",
+            "gauge",
+            "1 if the host tier works; 0 while its memory is being reserved, or if it could not be",
+            _host(_host_ready),
+        ),
+        *(
+            Metric(f"raydix_host_{name}", "gauge", meaning, _host_field(field, scale))
+            for name, meaning, field, scale in gauges
+        ),
+        Metric(
+            "raydix_host_evicted_slots_total",
+            "counter",
+            "slots evicted from the host tier by pool, with their pages or alone",
+            _host(_host_evicted),
+            ("pool",),
+        ),
+        Metric(
+            "raydix_host_loads_total",
+            "counter",
+            "loads from the host tier by end (whole, cancelled, late, failed, closed)",
+            _host_ends("loads"),
+            ("end",),
+        ),
+        Metric(
+            "raydix_host_writes_total",
+            "counter",
+            "batches of writes to the host tier by end, as loads",
+            _host_ends("writes"),
+            ("end",),
+        ),
+        *(
+            Metric(f"raydix_host_{name}_total", "counter", meaning, _host_field(field))
+            for name, meaning, field in counters
+        ),
+    )
 
 
 def _histogram(name: str, field: str, meaning: str) -> tuple[Metric, ...]:
@@ -322,6 +435,7 @@ METRICS = (
     ),
     Metric("raydix_eviction_rounds_total", "counter", "rounds of background eviction", _of_task("rounds")),
     Metric("raydix_eviction_failures_total", "counter", "rounds that failed; the task went on", _of_task("failures")),
+    *_host_metrics(),
 )
 
 

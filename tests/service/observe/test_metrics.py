@@ -29,6 +29,8 @@ from raydix.schemas import (
     MetricsConfig,
     PoolConfig,
     PoolExhausted,
+    PoolStats,
+    TierStats,
     TooLarge,
 )
 
@@ -142,7 +144,7 @@ def test_every_metric_stands_in_the_document() -> None:
 def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
     derived = {"num_slots", "tree_slots"}  # sums of others
     texts = {"epoch", "core", "last_restart_cause", "restart_causes", "findings", "model_fingerprint", "weights"}
-    others = texts | {"swa", "state", "ghost", "eviction_task", "owners", "tenants", "refusals", "too_large"}
+    others = texts | {"swa", "state", "host", "ghost", "eviction_task", "owners", "tenants", "refusals", "too_large"}
     histograms = {"acquire_latency", "lock_latency", "insert_latency", "wait_time", "batch_size"}
     read = {name for name in CacheStats.model_fields if name not in derived | others | histograms}
     values = {name: float(place + 1) for place, name in enumerate(sorted(read))}
@@ -171,6 +173,37 @@ def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
     buckets = next(metric for metric in METRICS if metric.name == "raydix_wait_seconds_bucket")
     assert {labels[0][1]: value for labels, value in buckets.read(stats)} == {"0.5": 1, "2": 3, "+Inf": 6}
     assert {1000.0 + place for place in range(len(histograms))} | {6.0} <= seen
+
+
+def test_every_count_of_the_host_tier_is_a_metric_and_a_cache_without_one_has_none_of_them() -> None:
+    uses = ("free", "private", "evictable", "protected", "quarantined")
+    sizes = {f"{use}_slots": 10**6 + place for place, use in enumerate(uses)}
+    pools = {name: PoolStats(num_slots=0, tree_slots=0, **sizes, evicted=7) for name in ("slots", "swa", "states")}
+    others = {"state", "pinned", "policy", *pools, "loads", "writes"}
+    scales = {"longest_chunk_ms": 0.001}
+    values = {name: place + 1 for place, name in enumerate(sorted(TierStats.model_fields.keys() - others))}
+    ends = {"loads": {"whole": 4711, "late": 4712}, "writes": {"failed": 4713}}
+    tier = TierStats(state="ready", pinned=True, policy="2q", **pools, **ends, **values)
+
+    def read(**fields: object) -> dict[tuple[str, Labels], float]:
+        stats = CacheStats.model_construct(**fields)
+        of_host = [metric for metric in METRICS if metric.name.startswith("raydix_host_")]
+        return {(metric.name, frozenset(labels)): value for metric in of_host for labels, value in metric.read(stats)}
+
+    seen = read(host=tier)
+    assert {scales.get(name, 1) * value for name, value in values.items()} <= set(seen.values())
+    assert {("4711", "whole"), ("4712", "late"), ("4713", "failed")} <= {
+        (f"{value:g}", end) for (_, labels), value in seen.items() for _, end in labels
+    }
+    for pool in ("kv", "window", "state"):
+        for use in uses:
+            labels = frozenset({("pool", pool), ("use", use)})
+            assert seen["raydix_host_slots", labels] == sizes[f"{use}_slots"]
+        assert seen["raydix_host_evicted_slots_total", frozenset({("pool", pool)})] == 7
+    assert (seen["raydix_host_ready", frozenset()], seen["raydix_host_pinned", frozenset()]) == (1, 1)
+    reserving = tier.model_copy(update={"state": "reserving"})
+    assert read(host=reserving)["raydix_host_ready", frozenset()] == 0
+    assert read(host=None) == {}
 
 
 @pytest.mark.parametrize(("started", "alive", "values"), [(False, False, []), (True, True, [1]), (True, False, [0])])

@@ -124,6 +124,33 @@ CASES = {
         (3, 11),
         "Readers of the events of cache kv-0, such as routers, are ten seconds behind: 1",
     ),
+    "RaydixHostTierNotReady": of_cache(
+        "host_ready", "1x3 0x15 1x5", 12, (6, 22), "Cache kv-0 has served for five minutes without its host tier"
+    ),
+    "RaydixHostTierDrops": Case(
+        {
+            'ray_raydix_evicted_tokens_total{cache="kv-0"}': "0+600x60",
+            'ray_raydix_host_dropped_tokens_total{cache="kv-0"}': "0x5 0+300x20 6000x30",
+            'ray_raydix_evicted_tokens_total{cache="kv-1"}': "0+600x60",
+            'ray_raydix_host_dropped_tokens_total{cache="kv-1"}': "0+60x60",
+        },
+        22,
+        (12, 36),
+        {"cache": "kv-0"},
+        "Of the tokens that cache kv-0 evicts, 50% were not written to its host tier before",
+    ),
+    "RaydixHostTierLoads": Case(
+        {
+            'ray_raydix_host_loads_total{cache="kv-0",end="whole"}': "0+60x60",
+            'ray_raydix_host_loads_total{cache="kv-0",end="late"}': "0x5 0+10x20 200x30",
+            'ray_raydix_host_loads_total{cache="kv-0",end="failed"}': "0x5 0+10x20 200x30",
+            'ray_raydix_host_loads_total{cache="kv-0",end="cancelled"}': "0+0x60",
+        },
+        20,
+        (8, 36),
+        {"cache": "kv-0"},
+        "Of the loads from the host tier of cache kv-0, 25% are late or fail",
+    ),
     "RaydixLookupTimeouts": of_engines(
         "lookup_timeouts", 15, "Engines of llama get no answer in time to 2 look-ups a second"
     ),
