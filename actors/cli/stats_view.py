@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from raydix.actors.cli.output import first_finding
-from raydix.schemas.shown import NONE, counted, measured_time, percent, points, rate, short_time, shown
+from raydix.schemas.shown import NONE, byte_size, counted, measured_time, percent, points, rate, short_time, shown
 
 if TYPE_CHECKING:
-    from raydix.schemas import CacheConfig, CacheStats, Histogram, PoolStats
+    from raydix.schemas import CacheConfig, CacheStats, Histogram, PoolStats, TierStats
 
 _BAR = 40  # characters
 _MOST_OWNERS = 8
@@ -59,6 +59,8 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
     for title, pool in (("window pool", stats.swa), ("states", stats.state)):
         if pool is not None:
             table.add_row(title, _pool_line(pool))
+    if stats.host is not None:
+        _add_host(table, now, before, stats.host)
     _add_traffic(table, now, before)
     _add_times(table, stats)
     _add_holders(table, stats)
@@ -108,16 +110,79 @@ def _pool_line(pool: PoolStats) -> str:
     return f"{percent(used)} of {pool.num_slots:,} in use, {pool.evictable_slots:,} evictable"
 
 
+def _add_host(table: Table, now: Snapshot, before: Snapshot | None, tier: TierStats) -> None:
+    stats, marks = now.stats, now.config.host
+    slots = tier.slots
+    used = 1 - slots.free_slots / slots.num_slots
+    low, high = (1.0, 1.0) if marks is None else (marks.low_watermark, marks.high_watermark)
+    table.add_row("host tier", _bar(used, low, high))
+    state = {"ready": "", "reserving": "; its memory is being reserved"}.get(tier.state, f"; {shown(tier.state)}")
+    pinned = ", pinned" if tier.pinned else ""
+    table.add_row(
+        "", f"{percent(used)} of {counted(slots.num_slots, 'slot')} in use, policy {tier.policy}{pinned}{state}"
+    )
+    for title, pool in (("host window", tier.swa), ("host states", tier.states)):
+        if pool is not None:
+            table.add_row(title, _pool_line(pool))
+    reused = stats.tokens_reused + stats.resumed_tokens_reused
+    unused = f", {tier.tokens_loaded_unused:,} for no request" if tier.tokens_loaded_unused else ""
+    loaded = _count(now, before, "tokens_loaded", "token", _host)
+    table.add_row("loaded", f"{loaded}, {rate(tier.tokens_loaded, reused)} of the reused ones{unused}")
+    refused = f"; {counted(tier.writes_refused, 'write')} refused for lack of room" if tier.writes_refused else ""
+    table.add_row("written", f"{_count(now, before, 'tokens_written', 'token', _host)}{refused}")
+    dropped = _count(now, before, "tokens_dropped", "token", _host)
+    share = rate(tier.tokens_dropped, stats.tokens_evicted)
+    table.add_row("dropped", f"{dropped} before they were written, {share} of the evicted ones")
+    waiting = f"; {counted(tier.loading_requests, 'request')} wait for loads" if tier.loading_requests else ""
+    table.add_row(
+        "copies",
+        f"loads {_ends(tier.loads)}{_speed(tier.loaded_bytes, tier.load_s)}; "
+        f"writes {_ends(tier.writes)}{_speed(tier.written_bytes, tier.write_s)}; "
+        f"{tier.moves_in_flight:,} in flight, {byte_size(tier.queued_bytes)} to be copied{waiting}",
+    )
+
+
+def _host(stats: CacheStats) -> TierStats | None:
+    return stats.host
+
+
+def _ends(ends: dict[str, int]) -> str:
+    """Return the copies by their end, whole ones first."""
+    return (
+        ", ".join(f"{number:,} {end}" for end, number in sorted(ends.items(), key=lambda item: item[0] != "whole"))
+        or "0"
+    )
+
+
+def _speed(num_bytes: int, seconds: float) -> str:
+    return f" at {byte_size(int(num_bytes / seconds))} a second" if num_bytes and seconds else ""
+
+
+def _count(
+    now: Snapshot,
+    before: Snapshot | None,
+    field: str,
+    noun: str,
+    part: Callable[[CacheStats], CacheStats | TierStats | None] = lambda stats: stats,
+) -> str:
+    """Return a count and, with an earlier snapshot of the same life of the cache, its rate since then.
+
+    Args:
+        part: returns the part of the counts that has the field.
+    """
+    value = getattr(part(now.stats), field)
+    text = counted(value, noun) if noun else f"{value:,}"
+    if before is None or before.stats.epoch != now.stats.epoch:
+        return text
+    a_second = (value - getattr(part(before.stats), field)) / (now.at_s - before.at_s)
+    return text + (f" ({a_second:,.0f} a second just now)" if a_second else "")
+
+
 def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
     stats = now.stats
 
     def count(field: str, noun: str = "") -> str:
-        value = getattr(stats, field)
-        text = counted(value, noun) if noun else f"{value:,}"
-        if before is None or before.stats.epoch != stats.epoch:
-            return text
-        a_second = (value - getattr(before.stats, field)) / (now.at_s - before.at_s)
-        return text + (f" ({a_second:,.0f} a second just now)" if a_second else "")
+        return _count(now, before, field, noun)
 
     recent = "" if before is None else _recent_rate(stats, before.stats)
     hits = rate(stats.tokens_reused, stats.tokens_requested)

@@ -176,8 +176,8 @@ def _of_host_tiers(query: _Queries) -> Iterator[Alert]:
         f"{dropped} / {evicted} > 0.2",
         600,
         "warning",
-        "Of the tokens that cache {{ $labels.cache }} evicts, {{ $value | humanizePercentage }} were not written to its "
-        "host tier before",
+        "Of the tokens that cache {{ $labels.cache }} evicts, {{ $value | humanizePercentage }} were not written to "
+        "its host tier before",
         "Requests take slots faster than the background task writes KV: raise host.reserve, lower "
         "eviction.low_watermark, raise or remove host.write_mib_s, or enlarge the pool.",
     )

@@ -57,9 +57,7 @@ def _slots(stats: CacheStats) -> Iterator[Sample]:
     yield from _by_use(stats, stats.swa, stats.state)
 
 
-def _by_use(
-    kv: CacheStats | PoolStats, window: PoolStats | None, state: PoolStats | None
-) -> Iterator[tuple[Labels, float]]:
+def _by_use(kv: CacheStats | PoolStats, window: PoolStats | None, state: PoolStats | None) -> Iterator[Sample]:
     for name, pool in (("kv", kv), ("window", window), ("state", state)):
         if pool is not None:
             for use in _USES:
@@ -68,7 +66,11 @@ def _by_use(
 
 def _evicted(stats: CacheStats) -> Iterator[Sample]:
     yield (("pool", "kv"),), float(stats.tokens_evicted)
-    for name, pool in (("window", stats.swa), ("state", stats.state)):
+    yield from _evicted_of(("window", stats.swa), ("state", stats.state))
+
+
+def _evicted_of(*pools: tuple[str, PoolStats | None]) -> Iterator[Sample]:
+    for name, pool in pools:
         if pool is not None:
             yield (("pool", name),), float(pool.evicted)
 
@@ -99,9 +101,7 @@ def _host_slots(tier: TierStats) -> Iterator[Sample]:
 
 
 def _host_evicted(tier: TierStats) -> Iterator[Sample]:
-    for name, pool in (("kv", tier.slots), ("window", tier.swa), ("state", tier.states)):
-        if pool is not None:
-            yield (("pool", name),), float(pool.evicted)
+    yield from _evicted_of(("kv", tier.slots), ("window", tier.swa), ("state", tier.states))
 
 
 def _host_ends(field: str) -> Callable[[CacheStats], Iterator[Sample]]:
@@ -142,8 +142,8 @@ def _host_metrics() -> tuple[Metric, ...]:
         Metric(
             "raydix_host_slots",
             "gauge",
-            "slots of the host tier, by pool and use, as `ray_raydix_slots`; only of caches with CacheConfig.host, as all "
-            "metrics of the host tier",
+            "slots of the host tier by pool and use, as `ray_raydix_slots`; as all metrics of the host tier, of caches "
+            "with CacheConfig.host alone",
             _host(_host_slots),
             ("pool", "use"),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +16,11 @@ from raydix.schemas import (
     EvictionTaskStats,
     GhostStats,
     Histogram,
+    HostConfig,
     LeaseOwner,
     PoolConfig,
     PoolStats,
+    TierStats,
 )
 from raydix.schemas.stats import TenantStats
 
@@ -211,6 +214,68 @@ def test_tenants_other_pools_and_what_if_are_shown_where_there_are_any() -> None
     assert "tenant quiet: 30 slots (floor 20, no cap)" in text
     assert "tenant others: 30 slots (floor 20, cap 900)" in text
     assert "twice the pool would change the hit rate by about +10.0 points, of full KV alone" in text
+
+
+HOST_POOL = PoolStats(num_slots=4000, free_slots=500, private_slots=0, tree_slots=3500, quarantined_slots=0,
+                      evictable_slots=3400, protected_slots=100)  # fmt: skip
+HOST = TierStats(
+    state="ready",
+    pinned=True,
+    policy="2q",
+    slots=HOST_POOL,
+    tokens_written=5_000,
+    tokens_loaded=1_000,
+    tokens_loaded_unused=64,
+    tokens_dropped=600,
+    writes_refused=2,
+    loads={"late": 1, "whole": 9},
+    writes={"cancelled": 3},
+    moves_in_flight=4,
+    loading_requests=2,
+    loaded_bytes=3 * 2**30,
+    load_s=2.0,
+    queued_bytes=5 * 2**20,
+)
+
+
+def test_the_host_tier_is_shown_with_the_tokens_that_it_gave_and_lost() -> None:
+    config = CONFIG.model_copy(update={"host": HostConfig(num_slots=4000)})
+    before = HOST.model_copy(update={"tokens_loaded": 400, "tokens_dropped": 600})
+
+    now = replace(snapshot(host=HOST, resumed_tokens_reused=1_500), config=config)
+    text = text_of(now, snapshot(at_s=8.0, host=before))
+
+    for part in (
+        "87.5 % of 4,000 slots in use, policy 2q, pinned loaded",
+        "loaded 1,000 tokens (300 a second just now), 25.0 % of the reused ones, 64 for no request",
+        "written 5,000 tokens; 2 writes refused for lack of room",
+        "dropped 600 tokens before they were written, 10.0 % of the evicted ones",
+        "copies loads 9 whole, 1 late at 1.5 GiB a second; writes 3 cancelled; 4 in flight, 5 MiB to be copied; "
+        "2 requests wait for loads",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("reserving", "12.5 % of 4,000 slots in use, policy 2q; its memory is being reserved loaded"),
+        ("the host pool needs 8 GiB", "in use, policy 2q; the host pool needs 8 GiB loaded 0 tokens, - of the reused"),
+    ],
+)
+def test_a_host_tier_that_does_not_work_says_why(state: str, expected: str) -> None:
+    slots = HOST_POOL.model_copy(update={"free_slots": 3500})
+    tier = TierStats(state=state, policy="2q", slots=slots)
+
+    assert expected in text_of(snapshot(host=tier, tokens_reused=0))
+    assert "host tier" not in text_of(snapshot())
+
+
+def test_windows_and_states_of_the_host_tier_have_their_lines() -> None:
+    text = text_of(snapshot(host=HOST.model_copy(update={"swa": HOST_POOL, "states": HOST_POOL})))
+
+    assert "host window 87.5 % of 4,000 in use, 3,400 evictable" in text
+    assert "host states 87.5 % of 4,000 in use, 3,400 evictable" in text
 
 
 def test_of_twice_the_pool_nothing_is_told_where_it_was_not_followed() -> None:
