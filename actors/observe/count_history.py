@@ -18,12 +18,20 @@ class History:
         core: the cache.
         clock: returns seconds, from any origin.
         interval_s: the first interval.
+        tokens_loaded: returns how many of the reused tokens were loaded from the host tier.
     """
 
-    def __init__(self, core: LeasedCache, clock: Callable[[], float], interval_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        core: LeasedCache,
+        clock: Callable[[], float],
+        interval_s: float = 1.0,
+        tokens_loaded: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.interval_s = interval_s
         self.points: list[HistoryPoint] = []
         self._core = core
+        self._tokens_loaded = tokens_loaded
         self._clock = clock
         self._began_at = clock()
         self._ticks: list[int] = []  # the cache's logical clock at each point
@@ -55,6 +63,7 @@ class History:
             quarantined_slots=core.quarantined_slots,
             tokens_requested=counters.tokens_requested,
             tokens_reused=counters.tokens_reused,
+            tokens_loaded=self._tokens_loaded(),
             tokens_evicted=counters.tokens_evicted,
         )
 

@@ -32,15 +32,18 @@ class Insight:
     """
 
     def __init__(self, core: LeasedCache, clock: Callable[[], float] = time.monotonic) -> None:
-        self.history = History(core, clock, _TICK_S)
         self.namespaces = NamespaceUse()
         self._core = core
+        self.history = self._new_history(clock)
         self._timer = LoopTimer(self._tick)
         core.observers.append(self.namespaces)
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Restart the history with another clock."""
-        self.history = History(self._core, clock, _TICK_S)
+        self.history = self._new_history(clock)
+
+    def _new_history(self, clock: Callable[[], float]) -> History:
+        return History(self._core, clock, _TICK_S, lambda: self.namespaces.tokens_loaded)
 
     def start(self) -> None:
         """Start the timer on the running loop, unless it runs already."""

@@ -10,28 +10,39 @@ from raydix.schemas import NamespaceStats, unframe_namespace
 
 _KEPT = 256  # namespaces after a fold; up to twice as many before it
 
-_Counts = list[int]  # requests, tokens requested, tokens reused, tokens refused
+_Counts = list[int]  # requests, tokens requested, tokens reused, tokens refused, tokens loaded
 
 
 class NamespaceUse:
-    """Counts requests and hits (`RequestObserver`) of the largest namespaces, and of all others together."""
+    """Counts requests and hits (`RequestObserver`) of the largest namespaces, and of all others together.
+
+    Attributes:
+        tokens_loaded: of the reused tokens of all namespaces, those that were loaded from the host tier.
+    """
 
     def __init__(self) -> None:
+        self.tokens_loaded = 0
         self._counts: dict[str | None, _Counts] = {}
-        self._others: _Counts = [0] * 4
+        self._others: _Counts = [0] * 5
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """Count a request with its hit, once."""
-        if not lease.resumed:
-            counts = self._counts_of(lease.key)
-            counts[0] += 1
-            counts[1] += len(lease.key)
-            counts[2] += lease.prefix_len
+        self._count(lease, 1)
 
     def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
         """Count loaded tokens as part of the hit."""
         if not lease.resumed:
-            self._counts_of(lease.key)[2] += num_tokens
+            counts = self._counts_of(lease.key)
+            counts[2] += num_tokens
+            counts[4] += num_tokens
+            self.tokens_loaded += num_tokens
+
+    def _count(self, lease: LeaseRecord, times: int) -> None:
+        if not lease.resumed:
+            counts = self._counts_of(lease.key)
+            counts[0] += times
+            counts[1] += times * len(lease.key)
+            counts[2] += times * lease.prefix_len
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Count the tokens of a refused request, which are in no hit rate."""
@@ -42,14 +53,16 @@ class NamespaceUse:
         if counts is None:
             if len(self._counts) >= 2 * _KEPT:
                 self._fold()
-            counts = self._counts[key.extra_key] = [0] * 4
+            counts = self._counts[key.extra_key] = [0] * 5
         return counts
 
     def published(self, lease: LeaseRecord) -> None:
         """Do nothing."""
 
     def ended(self, lease: LeaseRecord) -> None:
-        """Do nothing."""
+        """Take back the count of a request that begins again: its lease was not handed out."""
+        if lease.filling_for:
+            self._count(lease, -1)
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
         """Do nothing: earlier hits still count."""
@@ -80,7 +93,12 @@ def namespace_label(extra_key: str | None) -> str:
 
 
 def _stats(label: str, counts: list[int]) -> NamespaceStats:
-    requests, requested, reused, refused = counts
+    requests, requested, reused, refused, loaded = counts
     return NamespaceStats(
-        label=label, requests=requests, tokens_requested=requested, tokens_reused=reused, tokens_refused=refused
+        label=label,
+        requests=requests,
+        tokens_requested=requested,
+        tokens_reused=reused,
+        tokens_loaded=loaded,
+        tokens_refused=refused,
     )

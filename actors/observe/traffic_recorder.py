@@ -71,8 +71,12 @@ class TrafficRecorder:
         """Do nothing: the lease has its length at its end."""
 
     def ended(self, lease: LeaseRecord) -> None:
-        """Write a request that has ended."""
-        if (begun := self._open.pop(lease, None)) is not None:
+        """Write a request that has ended. One that begins again is noted then: its lease was not handed out."""
+        if (begun := self._open.pop(lease, None)) is None:
+            return
+        if lease.filling_for:
+            self._num_begun -= 1
+        else:
             self._writer.take(_recorded(lease, *begun))
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:

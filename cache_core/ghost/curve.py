@@ -95,20 +95,31 @@ class GhostCurve:
         self._add(use)
 
     def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """Do nothing: the curve is of the pool alone."""
+        """Do nothing: the curve is of pools without a tier below."""
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Do nothing: a refused request is in no hit rate."""
 
     def published(self, lease: LeaseRecord) -> None:
-        """Store the pages that a lease publishes first; `ended` stores the pages that it publishes later."""
+        """Store the pages that a lease publishes first; `ended` stores the pages that it publishes later.
+
+        Pages that a load publishes do not count as the first ones: without the load, they would be published with them.
+        """
         if (found := self._open.get(lease)) is not None and not found[1]:
             self._store(lease, found[0])
+            if lease.filling_for is not None:
+                self._open[lease] = found
 
     def ended(self, lease: LeaseRecord) -> None:
         """Store the pages that the lease has published since `published`."""
         use, num_stored = self._open.pop(lease, (None, 0))
-        if use is not None and lease.num_published_pages > max(num_stored, lease.prefix_len // self.page_size):
+        if use is None:
+            return
+        if lease.filling_for and use.pages is None and not lease.resumed:  # The request begins again.
+            self.tokens_requested -= len(use.key)
+            self._num_pages -= use.num_counted or 0
+            use.num_counted = 0
+        if lease.num_published_pages > max(num_stored, lease.prefix_len // self.page_size):
             self._store(lease, use)
             del self._open[lease]
 

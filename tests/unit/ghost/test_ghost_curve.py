@@ -6,11 +6,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.reference.ghost import ReferenceGhost
+from support.tiers.tiered_cache import TieredCache
 
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.ghost.curve import GhostCurve
 from raydix.cache_core.ghost.prefix_hashes import PrefixHasher
 from raydix.cache_core.ghost.reuse_stack import Group, ReuseStack
+from raydix.cache_core.tiers.moves import Moves
+from raydix.cache_core.tiers.tier import Tier
 
 PAGE = 4
 
@@ -77,6 +80,54 @@ def test_random_requests_are_counted_as_the_reference_counts_them(seed: int) -> 
     sizes = [PAGE * pages for pages in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 25_000)]
     assert ghost.hit_rates(sizes) == pytest.approx([reference.hit_rate(size) for size in sizes])
     assert reference.hit_rate(sizes[-1]) > reference.hit_rate(8 * PAGE) > 0
+
+
+def tiers_of(num_slots: int, below: int) -> TieredCache:
+    """Return a cache above a larger one."""
+    cache = cache_of(num_slots)
+    return TieredCache(cache.tree, cache.allocator, lower=Tier("host", "CPU", cache_of(below)))
+
+
+@pytest.mark.parametrize("max_pages", [16_384, 200], ids=["all pages", "fewer than the tier below has"])
+def test_a_tier_below_leaves_the_curve_as_it_was(max_pages: int) -> None:
+    rng, sizes = random.Random(3), [64, 128, 256, 512, 800]
+    alone, tiers = cache_of(256), tiers_of(256, below=2_048)
+    caches = {cache: GhostCurve(PAGE, PAGE * max_pages, max_pages=max_pages) for cache in (alone, tiers)}
+    for cache, ghost in caches.items():
+        cache.observers.append(ghost)
+    prompts = [[number // 3, number, *range(rng.randrange(6 * PAGE))] * 2 for number in range(90)]
+
+    for place in range(1_200):
+        prompt = prompts[min(int(rng.expovariate(0.03)), 89)]
+        key = RadixKey(prompt[: rng.randrange(1, len(prompt) + 1)])
+        for cache in caches:  # Each lease is open during two more requests.
+            cache.acquire(f"{place}", "s", key)
+            cache.insert(f"{place}", "s", len(key), key[:0])
+            cache.release(f"{place - 2}", "s")
+
+    of_one, of_both = (ghost.hit_rates(sizes) for ghost in caches.values())
+    assert of_both == of_one
+    assert caches[alone].tokens_requested == caches[tiers].tokens_requested
+    assert tiers.moves.counts.loaded > 1_000
+
+
+def test_a_request_that_begins_again_counts_once() -> None:
+    upper, lower = cache_of(64), cache_of(128)
+    moves = Moves(Tier("device", "GPU", upper), Tier("host", "CPU", lower))
+    upper.watch_victims(moves.write_before_eviction)
+    upper.observers.append(ghost := GhostCurve(PAGE, 1_024))
+    request(upper, "first", [1] * 2 * PAGE)
+    upper.evict(2 * PAGE)
+
+    lease = upper.acquire("again", "s", RadixKey([1] * 2 * PAGE))
+    load = moves.plan_load(lease)
+    assert load is not None
+    upper.reset()
+    assert moves.finish(load, load.num_pages).must_restart
+    request(upper, "again", [1] * 2 * PAGE)
+
+    assert ghost.tokens_requested == 4 * PAGE
+    assert ghost.hit_rates([1_024]) == [0.0]
 
 
 def test_a_running_cache_tells_what_others_hit() -> None:
