@@ -108,7 +108,7 @@ class GhostStats(PydanticMessage):
 
     The rate of the present size was counted. The others are estimates from reuse distances, for a cache that evicts
     whole pages, least recently used first, between the same watermarks. If windows or states have pools of their own,
-    the rates are of full KV only.
+    the rates are of full KV only. All rates are of a pool without a host tier: tokens that were loaded are no hits.
     """
 
     tokens_requested: int = Field(description="prompt tokens of granted requests")

@@ -196,6 +196,7 @@ def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
     if stats.ghost is not None and 2 * stats.num_slots <= stats.ghost.num_slots[-1]:
         gain = stats.ghost.hit_rate_at(2 * stats.num_slots) - stats.ghost.hit_rate_at(stats.num_slots)
         alone = ", of full KV alone" if stats.swa is not None or stats.state is not None else ""
+        alone += "" if stats.host is None else ", without the host tier"
         table.add_row("ghost", f"twice the pool would change the hit rate by about {points(gain)} points{alone}")
     table.add_row(
         "evicted",

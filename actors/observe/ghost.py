@@ -14,6 +14,8 @@ _SMALLEST = 2  # halvings of the pool's size
 class Ghost:
     """Estimate the hit rates of pools from a quarter of the cache's size to `max_factor` times its size.
 
+    The pools have no tier below.
+
     Args:
         config: the configuration of the cache.
         ghost: the largest factor, and the bound of the sample.
@@ -33,8 +35,10 @@ class Ghost:
         """Return the curve so far, queued requests included. Takes a few milliseconds at most.
 
         Args:
-            hit_rate: the counted hit rate of the cache; the curve is shifted to pass through it.
+            hit_rate: the counted hit rate of the cache. Without its loaded part, the curve passes through it.
         """
+        if self.curve.tokens_requested:
+            hit_rate = max(0.0, hit_rate - self.curve.tokens_loaded / self.curve.tokens_requested)
         estimates = self.curve.hit_rates([int(size * self._filled) for size in self._sizes])
         off = hit_rate - estimates[self._sizes.index(self._num_slots)]
         return GhostStats(

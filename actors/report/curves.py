@@ -25,12 +25,17 @@ def hit_rate_section(report: CacheReport) -> Section:
         return Section(title, (Text("No requests yet."),))
     top = max(0.1, math.ceil(10 * highest) / 10)
     shapes = [*steps(edges, rates, top, "curve"), level(report.stats.hit_rate, top)]
+    legend = list[Legend]()
+    if report.stats.host is not None:
+        of_pool = [_rate_between(*pair, counts_loaded=False) for pair in pairwise(known)]
+        shapes = [*steps(edges, of_pool, top, "alone"), *shapes]
+        legend = [Legend([("curve", "with the tokens loaded from the host"), ("alone", "of the pool alone")])]
     figure = Chart("hit rate over time", shapes, _percents(top), _times_before_now(edges[-1] - edges[0]))
     text = (
         f"Of the prompt tokens of each {short_time((edges[-1] - edges[0]) / len(rates))}; a gap is a time without "
         f"requests. Dashed: since the start, {percent(report.stats.hit_rate)}."
     )
-    return Section(title, (figure, Text(text, True)))
+    return Section(title, (figure, *legend, Text(text, True)))
 
 
 def _windows(history: Sequence[HistoryPoint]) -> tuple[list[float], list[HistoryPoint]]:
@@ -42,10 +47,17 @@ def _windows(history: Sequence[HistoryPoint]) -> tuple[list[float], list[History
     return edges, [*(history[bisect_left(times, edge - slack)] for edge in edges[:-1]), history[-1]]
 
 
-def _rate_between(first: HistoryPoint, last: HistoryPoint) -> float | None:
-    """Return the share of prompt tokens that were hit; None without requests."""
+def _rate_between(first: HistoryPoint, last: HistoryPoint, counts_loaded: bool = True) -> float | None:
+    """Return the share of prompt tokens that were hit; None without requests.
+
+    Args:
+        counts_loaded: whether tokens that were loaded from the host tier count as hits.
+    """
     requested = last.tokens_requested - first.tokens_requested
-    return (last.tokens_reused - first.tokens_reused) / requested if requested > 0 else None
+    reused = last.tokens_reused - first.tokens_reused
+    if not counts_loaded:
+        reused -= last.tokens_loaded - first.tokens_loaded
+    return reused / requested if requested > 0 else None
 
 
 def _percents(top: float) -> list[str]:
@@ -105,6 +117,7 @@ def _what_if(ghost: GhostStats, stats: CacheStats) -> tuple[Text, ...]:
     now, twice = (ghost.hit_rate_at(factor * stats.num_slots) for factor in (1, 2))
     alone = " This counts full KV alone: a missing window or state makes hits shorter."
     more = alone if stats.swa is not None or stats.state is not None else ""
+    more += "" if stats.host is None else " All rates here are those of a pool without a host tier."
     return (Text(f"Twice the pool would give about {points(twice - now)} points: {percent(twice)} hits.{more}"),)
 
 

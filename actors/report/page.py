@@ -10,6 +10,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from raydix.actors.report.charts import Bar, Figure, Figures, Section, Table, Text, shortened
 from raydix.actors.report.curves import ghost_section, hit_rate_section, pool_section
+from raydix.actors.report.host_tier import host_section
 from raydix.actors.report.too_large import too_large
 from raydix.actors.report.tree_view import LABEL_WIDTHS, prefix_section, tree_section
 from raydix.schemas import CacheConfig, CacheReport, CacheStats, NamespaceStats
@@ -37,7 +38,8 @@ def render(report: CacheReport, config: CacheConfig, title: str, made_at: dateti
         _figures(report),
         hit_rate_section(report),
         pool_section(report, config),
-        _namespaces(report.namespaces),
+        *([host_section(report.stats, report.stats.host)] if report.stats.host is not None else []),
+        _namespaces(report.namespaces, has_host=report.stats.host is not None),
         *([_tenants(report.stats)] if report.stats.tenants else []),
         _refusals(report.stats),
         ghost_section(report.stats, config),
@@ -63,8 +65,9 @@ def _subtitle(config: CacheConfig, made_at: datetime) -> str:
     marks = config.eviction
     task = f"evicts from {percent(marks.high_watermark, 0)} down to {percent(marks.low_watermark, 0)}"
     slots = f"{counted(config.pool.num_slots, 'slot')} in pages of {config.page_size}"
+    host = "" if config.host is None else f"host tier of {counted(config.host.num_slots, 'slot')}, "
     return (
-        f"kind {config.kind}, {slots}, policy {marks.policy}, "
+        f"kind {config.kind}, {slots}, {host}policy {marks.policy}, "
         f"{task if marks.high_watermark < 1 else 'no background eviction'}; {made_at:%Y-%m-%d %H:%M} UTC"
     )
 
@@ -95,10 +98,12 @@ def _figures(report: CacheReport) -> Section:
     return Section("", (*never, Figures(figures), *notes))
 
 
-def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> Section:
+def _namespaces(namespaces: tuple[NamespaceStats, ...], has_host: bool) -> Section:
     title = "Hit rate by namespace"
     if not namespaces:
         return Section(title, (Text("No requests yet."),))
+    head = ("namespace", "", "hit rate", "requests", "tokens", "refused", "loaded")
+    width = len(head) if has_host else len(head) - 1
     rows = [
         (
             shortened(namespace.label),
@@ -107,12 +112,11 @@ def _namespaces(namespaces: tuple[NamespaceStats, ...]) -> Section:
             f"{namespace.requests:,}",
             short_count(namespace.tokens_requested),
             short_count(namespace.tokens_refused),
-        )
+            short_count(namespace.tokens_loaded),
+        )[:width]
         for namespace in namespaces
     ]
-    return Section(
-        title, (Table(("namespace", "", "hit rate", "requests", "tokens", "refused"), rows, numbers_from=2),)
-    )
+    return Section(title, (Table(head[:width], rows, numbers_from=2),))
 
 
 def _tenants(stats: CacheStats) -> Section:

@@ -64,7 +64,7 @@ class GhostCurve:
         self._bigram = bigram
         self.max_size = max_size
         self.sample_rate = min(1.0, max_pages * page_size / max_size)
-        self.tokens_requested = 0
+        self.tokens_requested = self.tokens_loaded = 0
         self._threshold = np.uint64(min(int(self.sample_rate * 2**64), 2**64 - 1))
         self._hasher = PrefixHasher(page_size, seed)
         self._stack = ReuseStack(max_pages)
@@ -95,7 +95,9 @@ class GhostCurve:
         self._add(use)
 
     def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """Do nothing: the curve is of pools without a tier below."""
+        """Count tokens that are no hits of the curve: it is of pools without a tier below."""
+        if not lease.resumed:
+            self.tokens_loaded += num_tokens
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Do nothing: a refused request is in no hit rate."""

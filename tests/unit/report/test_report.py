@@ -16,13 +16,18 @@ from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.outline import OutlineNode
 from raydix.schemas import (
+    AcquireRequest,
     CacheConfig,
     CacheReport,
     EvictionConfig,
     GhostConfig,
+    HostConfig,
+    InsertRequest,
+    OpenSession,
     PoolConfig,
     PrefixUse,
     TenantConfig,
+    TokenIds,
     frame_namespace,
 )
 
@@ -116,10 +121,10 @@ def test_the_page_tells_what_the_cache_counted(service: CacheService, clock: Clo
     assert text[text.index("2x") :][:4] == ["2x", "32", "about 42.9 %", "+28.6"]
 
 
-def lines_of(html: str, title: str) -> list[list[tuple[float, float]]]:
-    """The points of the solid lines of the chart with that title: 1,000 wide, 300 high, y from the top down."""
+def lines_of(html: str, title: str, style: str = "curve") -> list[list[tuple[float, float]]]:
+    """The points of the lines of a style in the chart with that title: 1,000 wide, 300 high, y from the top down."""
     drawing = html.split(f'aria-label="{title}">')[1].split("</svg>")[0]
-    rows = re.findall(r'class="curve" points="([^"]*)"', drawing)
+    rows = re.findall(rf'class="{style}" points="([^"]*)"', drawing)
     return [[(float(x), float(y)) for x, y in (point.split(",") for point in row.split())] for row in rows]
 
 
@@ -373,6 +378,94 @@ def test_namespaces_are_counted_apart_and_the_small_ones_together() -> None:
         "all others", 998, 998 * 8, 0,
     )  # fmt: skip
     assert len(use._counts) <= 512
+
+
+@pytest.fixture
+def tiered(clock: Clock) -> CacheService:
+    """Four pages of four tokens, above 16."""
+    config = CacheConfig(
+        page_size=4,
+        pool=PoolConfig(num_slots=16, device="cpu"),
+        eviction=EvictionConfig(high_watermark=1.0),
+        host=HostConfig(num_slots=64),
+        ghost=GhostConfig(),
+    )
+    return CacheService(config, "epoch", clock=clock)
+
+
+def serve(service: CacheService, tokens: list[int], namespace: str | None = None) -> None:
+    """Serve a request with messages, as only these load."""
+    service.insight.history.note()
+    if not len(service.sessions):
+        service.open_session(OpenSession(session_id="session", owner="test"))
+    lease_id, nothing = f"lease-{service.stats().requests}", TokenIds.pack([])
+    acquire = AcquireRequest(lease_id, TokenIds.pack(tokens), namespace)
+    insert = InsertRequest(lease_id, len(tokens), nothing, release=True)
+    for answer in service.execute("session", "epoch", (acquire, insert)).responses:
+        assert not isinstance(answer, Exception)
+
+
+async def test_loaded_tokens_are_a_part_of_the_hits_of_their_namespace_and_time(
+    tiered: CacheService, clock: Clock
+) -> None:
+    name = frame_namespace("a", None, None)
+    for clock.now, prompt in enumerate(([1] * 16, [2] * 16, [1] * 16, [3] * 8)):
+        serve(tiered, prompt, name if prompt == [1] * 16 else None)
+    clock.now = 4
+
+    report, html = tiered.report(), render(tiered.report(), tiered.config, "kv-0")
+
+    assert report.stats.host is not None
+    assert (report.stats.tokens_reused, report.stats.host.tokens_loaded) == (16, 16)
+    assert [(row.label, row.tokens_reused, row.tokens_loaded) for row in report.namespaces] == [
+        ("extra_key=a", 16, 16), ("no namespace", 0, 0)
+    ]  # fmt: skip
+    assert [point.tokens_loaded for point in report.history] == [0, 0, 0, 16, 16]
+    with_host, alone = (lines_of(html, "hit rate over time", style)[0] for style in ("curve", "alone"))
+    assert [y for _, y in with_host] == [300, 300, 300, 300, 0, 0, 300, 300]
+    assert [y for _, y in alone] == [300] * 8
+
+
+async def test_the_page_tells_how_full_the_host_tier_is_and_what_it_gave(tiered: CacheService) -> None:
+    for prompt in ([1] * 16, [2] * 16, [1] * 16):
+        serve(tiered, prompt)
+
+    text = page_of(tiered).text
+    without = page_of(CacheService(tiered.config.model_copy(update={"host": None}), "epoch")).text
+
+    place = text.index("The host tier")
+    figures = text[place + 1 :]
+    assert figures[:3] == ["in use", "50.0 %", "32 of 64 slots"]
+    assert figures[figures.index("tokens loaded") :][:3] == ["tokens loaded", "16", "100.0 % of the reused"]
+    assert figures[figures.index("tokens dropped") :][:3] == ["tokens dropped", "0", "0.0 % of the evicted"]
+    assert any("host tier of 64 slots" in line for line in text)
+    assert "loaded" in text and "of the pool alone" in text
+    assert "The host tier" not in without and "loaded" not in without
+
+
+@pytest.mark.parametrize("state", ["reserving", "the host pool needs 8 GiB"])
+def test_the_page_says_why_a_host_tier_does_not_work(tiered: CacheService, state: str) -> None:
+    tier = tiered.stats().host
+    assert tier is not None
+    stats = tiered.stats().model_copy(update={"host": tier.model_copy(update={"state": state})})
+
+    text = Page(render(tiered.report().model_copy(update={"stats": stats}), tiered.config, "kv-0")).text
+
+    said = (
+        "Its memory is being reserved: it takes nothing yet." if state == "reserving" else f"It does not work: {state}"
+    )
+    assert said in text
+
+
+async def test_other_sizes_of_the_pool_are_estimated_without_the_host_tier(tiered: CacheService) -> None:
+    alone = CacheService(tiered.config.model_copy(update={"host": None}), "epoch")
+    for service in (alone, tiered):
+        for number in range(40):
+            serve(service, [number % 3] * 8)
+
+    assert tiered.stats().hit_rate > alone.stats().hit_rate
+    assert tiered.stats().ghost == alone.stats().ghost
+    assert any("All rates here are those of a pool without a host tier." in text for text in page_of(tiered).text)
 
 
 def test_requests_without_a_namespace_are_called_what_the_tree_calls_them() -> None:
