@@ -28,6 +28,7 @@ from raydix.cache_core import RadixKey
 from raydix.schemas import (
     CacheConfig,
     EvictionConfig,
+    HostConfig,
     InvalidRequest,
     PoolConfig,
     PoolExhausted,
@@ -67,6 +68,29 @@ def end(service: CacheService, name: str, output: tuple[int, ...] = ()) -> None:
     suffix = RadixKey(list(output), lease.key.extra_key)
     service.core.insert(name, "session", len(lease.key) + len(suffix), suffix)
     service.core.release(name, "session")
+
+
+async def test_a_request_that_begins_again_behind_its_load_is_recorded_once(clock: Clock, tmp_path: Path) -> None:
+    service = CacheService(CONFIG.model_copy(update={"host": HostConfig(num_slots=512 * 64)}), "epoch", clock=clock)
+    tiers = service.tiers
+    assert tiers is not None
+    begin(service, "first", A)
+    end(service, "first")
+    service.core.evict(512)
+    service.recordings.start(StartRecording(path=str(tmp_path / "t.jsonl"), max_requests=1))
+
+    begin(service, "again", A)
+    load = tiers.moves.plan_load(service.core.leases.get("again", "session"))
+    assert load is not None and load.num_pages == 1
+    clock.now += 2
+    service.core.reset()
+    assert tiers.moves.finish(load, 1).must_restart
+    begin(service, "again", A)
+    end(service, "again", (1, 2))
+
+    status = await service.recordings.stop()
+    (recorded,) = read_trace(tmp_path / "t.jsonl")
+    assert (status.requests, recorded.timestamp, recorded.input_length, recorded.output_length) == (1, 2000, 512, 2)
 
 
 async def test_a_recording_has_times_lengths_and_shared_blocks(

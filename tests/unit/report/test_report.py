@@ -426,6 +426,24 @@ async def test_loaded_tokens_are_a_part_of_the_hits_of_their_namespace_and_time(
     assert [y for _, y in alone] == [300] * 8
 
 
+async def test_a_request_that_begins_again_behind_its_load_is_counted_once(tiered: CacheService) -> None:
+    for prompt in ([1] * 16, [2] * 16):
+        serve(tiered, prompt)
+    assert tiered.tiers is not None
+    moves, key = tiered.tiers.moves, RadixKey([1] * 16)
+
+    load = moves.plan_load(tiered.core.acquire("lease", "s", key))
+    assert load is not None
+    tiered.core.reset()
+    assert moves.finish(load, load.num_pages).must_restart
+    tiered.core.acquire("lease", "s", key)
+
+    (row,) = tiered.report().namespaces
+    stats = tiered.stats()
+    assert (row.requests, row.tokens_requested) == (stats.acquires, stats.tokens_requested) == (3, 48)
+    assert (row.tokens_reused, row.tokens_loaded) == (stats.tokens_reused, 0) == (0, 0)
+
+
 async def test_the_page_tells_how_full_the_host_tier_is_and_what_it_gave(tiered: CacheService) -> None:
     for prompt in ([1] * 16, [2] * 16, [1] * 16):
         serve(tiered, prompt)
