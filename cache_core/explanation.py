@@ -38,6 +38,7 @@ class Explanation:
     cause: str | None = None  # an eviction's: "watermark", "shortfall", "cap" or "request"
     seconds_ago: float | None = None  # the age of the eviction or retirement
     remembered_s: float | None = None  # the known absence of a "never_stored" or "forgotten" next page
+    was_dropped: bool = False  # the tier below did not have all of an "evicted" next node
     elsewhere: Elsewhere | None = None  # the namespace with the most tokens, if any has more than this one
 
     @classmethod

@@ -48,7 +48,7 @@ class ExplainRequest(PydanticMessage):
 
 
 class ExplainResponse(PydanticMessage):
-    """Where a match ends, and why it ends there. As text, one sentence."""
+    """Where a match ends, and why it ends there. As text, one sentence: if the host has more, that instead of why."""
 
     num_tokens: int = Field(description="tokens asked for")
     prefix_len: int = Field(description="leading tokens with KV that can be used now")
@@ -67,10 +67,17 @@ class ExplainResponse(PydanticMessage):
         default=0,
         description="leading tokens that can be used now or loaded from the host tier; 0: there is no host tier",
     )
-    was_dropped: bool = Field(default=False, description="an evicted part was not written to the host tier before")
+    was_dropped: bool = Field(
+        default=False, description="what follows host_len, or some of it, was evicted before it was written to the host"
+    )
 
     def __str__(self) -> str:
         when = "" if self.seconds_ago is None else f", {self.seconds_ago:.1f} s ago"
         cause = "" if self.cause is None else f" ({self.cause})"
         sentence = _SENTENCES[self.reason].format(remembered_s=self.remembered_s or 0.0)
-        return f"{self.prefix_len} of {self.num_tokens} tokens hit: {sentence}{cause}{when}"
+        hit = f"{self.prefix_len:,} of {self.num_tokens:,} tokens hit"
+        on_host = self.host_len - self.prefix_len
+        if on_host <= 0:
+            return f"{hit}: {sentence}{cause}{when}{', and dropped before it was written' if self.was_dropped else ''}"
+        dropped = "; what follows them was dropped before it was written" if self.was_dropped else ""
+        return f"{hit}; {on_host:,} more are on the host: acquire loads them{dropped}"

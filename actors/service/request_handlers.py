@@ -251,8 +251,13 @@ class RequestHandlers:
         return WeightsResponse(label=label, generation=generation)
 
     def _explain(self, session_id: str, request: ExplainRequest) -> ExplainResponse:
-        found = self._core.explain(key_of(request.tokens, request.namespace))
-        other = found.elsewhere
+        key = key_of(request.tokens, request.namespace)
+        found = self._core.explain(key)
+        other, host_len = found.elsewhere, 0
+        if self._tiers is not None:
+            host_len = max(found.prefix_len, self._tiers.longest_prefix(key))
+            whole = len(self._tiers.moves.upper.cache.tree_key(key)) // self._core.page_size * self._core.page_size
+            found.was_dropped &= host_len < whole
         fields: tuple[str | None, str | None, str | None] = (None, None, None)
         if other is not None and other.extra_key is not None:
             fields = unframe_namespace(other.extra_key)
@@ -268,6 +273,8 @@ class RequestHandlers:
             other_extra_key=fields[0],
             other_lora_id=fields[1],
             other_cache_salt=fields[2],
+            host_len=host_len,
+            was_dropped=found.was_dropped,
         )
 
     def _tree(self, session_id: str, request: TreeRequest) -> TreeResponse:

@@ -19,6 +19,7 @@ class EvictionRecord(NamedTuple):
     cause: str
     used_at: int = 0  # ticks of the tree's clock: the last use of the node
     num_tokens: int = 0
+    was_dropped: bool = False  # the tier below did not have all of the node
 
 
 class EvictionHistory:
@@ -45,23 +46,30 @@ class EvictionHistory:
         self._evicted: OrderedDict[Hashable, EvictionRecord] = OrderedDict()
         self._latest: deque[EvictionRecord] = deque(maxlen=max_entries)  # each eviction of a place, not only the latest
         self._retired: OrderedDict[str | None, EvictionRecord] = OrderedDict()
+        self._dropped: set[int] = set()  # ids of nodes of the eviction that is going on
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Take the time, in seconds, from this clock. Call it before the first record."""
         self.clock = clock
         self.began_at = clock()
 
+    def note_dropped(self, node: TreeNode) -> None:
+        """Note that a node is about to be evicted without being in the tier below; `record_evicted` ends the note."""
+        self._dropped.add(node.id)
+
     def record_evicted(self, nodes: Iterable[TreeNode], page_size: int) -> None:
         """Record nodes that have left their tree, unless their namespace is retired: the retirement is recorded."""
-        now, cause = self.clock(), self.cause
+        now, cause, dropped = self.clock(), self.cause, self._dropped
         for node in nodes:
             namespace, parent = node.namespace, node.parent
             assert parent is not None
             if namespace.live:
-                departure = EvictionRecord(now, cause, node.own_access_time, node.end - parent.end)
+                num_tokens = node.end - parent.end
+                departure = EvictionRecord(now, cause, node.own_access_time, num_tokens, node.id in dropped)
                 self._latest.append(departure)
                 page = node.data[: page_size * namespace.unit]
                 self._note(self._evicted, (place_of(parent), hash(page)), departure)
+        dropped.clear()
 
     def record_retired(self, extra_key: str | None) -> None:
         """Record that a namespace was made unmatchable."""

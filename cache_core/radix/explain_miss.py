@@ -45,7 +45,7 @@ def _explain_from(history: EvictionHistory, found: Explanation, tree: RadixTree,
         since = None
     if gone is not None:
         found.reason, found.cause = ("retired", None) if gone.cause == "retired" else ("evicted", gone.cause)
-        found.seconds_ago = history.clock() - gone.at_s
+        found.seconds_ago, found.was_dropped = history.clock() - gone.at_s, gone.was_dropped
         return
     known = [at_s for at_s in (history.forgotten_until, since and since.at_s) if at_s is not None]
     found.reason = "forgotten" if known else "never_stored"

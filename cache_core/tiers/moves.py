@@ -363,9 +363,10 @@ class Moves:
         found = self._missing(node)
         while found is not None:
             stop = self._stop_within(found, self.batch_pages)
-            if not self._write_now(found, stop) or stop == found.node.end:
+            if not self._write_now(found, stop):
+                self._note_dropped(node, found)
                 return
-            found = self._missing(node)
+            found = None if stop == found.node.end else self._missing(node)
 
     def _write_now(self, missing: _Missing, stop: int) -> bool:
         """Publish a path in the lower tier up to a token; return False if that has no room."""
@@ -376,23 +377,27 @@ class Moves:
             target = lower.open_target(key, missing.first, state is not None)
         except OutOfSlotsError:
             self.counts.writes_refused += 1
-            self._count_dropped(missing)
             return False
         self._publish_write(target, key, missing.live_from, is_whole)
         return True
 
     def count_dropped(self, node: TreeNode) -> None:
-        """Count the tokens of a node that is about to be evicted, if the lower tier lacks them.
+        """Count and record the tokens of a node that is about to be evicted, if the lower tier lacks them.
 
         Pass it to `KVCache.watch_victims` of the upper tier, where copies take time.
         """
         is_written = self._is_covered(node) and self._covered[node.id] >= 0
         if not is_written and (found := self._missing(node)) is not None:
-            self._count_dropped(found)
+            self._note_dropped(node, found)
 
-    def _count_dropped(self, missing: _Missing) -> None:
-        node = missing.node
-        self.counts.dropped += node.end - min(node.end, max(missing.first, node.end - len(node)))
+    def _note_dropped(self, node: TreeNode, missing: _Missing) -> None:
+        """Count the missing part of a node that is about to be evicted, and note it for `explain`.
+
+        If a match may end above the node alone, nothing is lost with it.
+        """
+        if missing.node is node:
+            self.counts.dropped += node.end - min(node.end, max(missing.first, node.end - len(node)))
+            self.upper.cache.pools.history.note_dropped(node)
 
     # ---------------------------------------------------------------- loads
 
