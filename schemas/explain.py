@@ -68,7 +68,7 @@ class ExplainResponse(PydanticMessage):
         description="leading tokens that can be used now or loaded from the host tier; 0: there is no host tier",
     )
     was_dropped: bool = Field(
-        default=False, description="what follows host_len, or some of it, was evicted before it was written to the host"
+        default=False, description="tokens behind host_len were evicted before they were written to the host"
     )
 
     def __str__(self) -> str:

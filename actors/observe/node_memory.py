@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raydix.schemas import CacheConfig
+from raydix.schemas.config import TierSizes
 
 _PAGE_BYTES, _WINDOWED_PAGE_BYTES, _ROW_BYTES, _STATE_BYTES = 12, 8, 9, 41  # the allocators' tables
 
@@ -43,12 +44,18 @@ def _fields(path: str) -> dict[str, int]:
 
 
 def table_bytes(config: CacheConfig) -> int:
-    """Return the bytes of the allocators' tables; the tree takes more as it grows."""
-    pool, num_runs = config.pool, config.pool.num_slots // config.run_len
+    """Return the bytes of the allocators' tables, of all tiers; the trees take more as they grow."""
+    pool = config.pool
     if config.kind == "slots":
-        return _ROW_BYTES * num_runs
-    needed = _PAGE_BYTES * num_runs + _STATE_BYTES * pool.num_state_slots
-    if config.sliding_window_size is not None:
-        window_pages = (pool.num_swa_slots or pool.num_slots) // config.page_size
-        needed += _WINDOWED_PAGE_BYTES * num_runs + _PAGE_BYTES * window_pages
-    return needed
+        return _ROW_BYTES * (pool.num_slots // config.run_len)
+    windowed = config.sliding_window_size is not None
+    tiers = [TierSizes(pool.num_slots, (pool.num_swa_slots or pool.num_slots) * windowed, pool.num_state_slots)]
+    if config.host is not None:
+        tiers.append(config.host_sizes)
+    return sum(_tables_of(tier, config.page_size) for tier in tiers)
+
+
+def _tables_of(tier: TierSizes, page_size: int) -> int:
+    num_pages, window_pages = tier.num_slots // page_size, tier.num_swa_slots // page_size
+    windows = (_WINDOWED_PAGE_BYTES * num_pages + _PAGE_BYTES * window_pages) if window_pages else 0
+    return _PAGE_BYTES * num_pages + windows + _STATE_BYTES * tier.num_state_slots

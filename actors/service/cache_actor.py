@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 
 from raydix.actors.observe.json_logs import log_as_json
-from raydix.actors.service.findings import Restarts, findings
+from raydix.actors.service.findings import Restarts, facts_when_full, findings
 from raydix.actors.service.past_lives import restarts_of_this_actor
 from raydix.actors.transport.validation import check_watchable
 from raydix.schemas import (
@@ -74,6 +74,7 @@ class PrefixCacheActor:
         from raydix.actors.service.cache_host import local_device
         from raydix.actors.service.unix_socket_server import UnixSocketServer
         from raydix.actors.sessions.death_watch import DeathWatch
+        from raydix.actors.tiers.host_memory import host_bytes
 
         torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
         node_id = ray.get_runtime_context().get_node_id()
@@ -82,8 +83,10 @@ class PrefixCacheActor:
         restarts = restarts_of_this_actor()
         facts = node_facts(own_niceness())
         self._host = _make_host(config, device, node_id, restarts)
-        pool_bytes = self._host.exported.handle.num_bytes if device.type == "cpu" else 0
-        self._host.service.findings = findings(facts._replace(memory_left=facts.memory_left - pool_bytes), restarts)
+        exported = self._host.exported
+        pool_bytes = exported.handle.num_bytes if device.type == "cpu" else 0
+        full, when = facts_when_full(facts, pool_bytes, host_bytes(config, exported.pool))
+        self._host.service.findings = findings(full, restarts, when)
         self._socket_server = UnixSocketServer(self._host.service)
         self._watch = DeathWatch(self._host.service.reaper.owner_unavailable)
         self._host.service.reaper.on_end = self._watch.unwatch

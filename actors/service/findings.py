@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from raydix.actors.observe.node_facts import HiddenPackage, NodeFacts
+from raydix.schemas import TierStats
 from raydix.schemas.errors import ConfigMismatch
 from raydix.schemas.protocol import check_handshake, handshake, read_handshake
 from raydix.schemas.shown import byte_size, counted
@@ -17,9 +18,10 @@ OUT_OF_MEMORY = "killed by Ray's memory monitor"  # a cause of restarts
 _LEAST_LEFT = 0.1  # the part of the node's memory that a full pool must leave
 _LEAST_SHM = 2**30  # bytes; containers have 64 MiB by default
 _LEAST_SHM_FREE = 0.05
+_TIER_STATES = ("ready", "reserving", "closed")  # other states of a host tier are faults
 _REMEDY = (
-    "give the pool fewer slots, run fewer engines and other processes on this node, or raise the limit of Ray's "
-    "monitor (RAY_memory_usage_threshold)"
+    "give the pool or the host tier fewer slots, run fewer engines and other processes on this node, or raise the "
+    "limit of Ray's monitor (RAY_memory_usage_threshold)"
 )
 
 
@@ -38,6 +40,19 @@ class Restarts(NamedTuple):
 
 
 NEVER_RESTARTED = Restarts()
+
+
+def facts_when_full(facts: NodeFacts, pool_bytes: int, host_bytes: int) -> tuple[NodeFacts, str]:
+    """Return the facts about a node once a cache has filled its memory there, and that time in words.
+
+    Args:
+        facts: from before the cache reserved memory.
+        pool_bytes, host_bytes: of the node's memory, for the pool and for the host tier; 0: there is none.
+    """
+    taken = {"the pool": pool_bytes, "the host tier": host_bytes}
+    names = [name for name, num_bytes in taken.items() if num_bytes] or ["the pool"]
+    when = f"when {' and '.join(names)} {'is' if len(names) == 1 else 'are'} full"
+    return facts._replace(memory_left=facts.memory_left - sum(taken.values())), when
 
 
 def findings(
@@ -139,6 +154,13 @@ def version_finding(row: object) -> str:
         f"the cache runs raydix {theirs[2]}, and this command {ours[2]}: they work together, as they speak the same "
         "protocol; to have one version, install it on the cache's node and start the cache again"
     )
+
+
+def tier_finding(tier: TierStats | None) -> str:
+    """Return a warning if a cache has no memory for its host tier; else an empty text."""
+    if tier is None or tier.state in _TIER_STATES:
+        return ""
+    return f"the cache serves without its host tier, as {tier.state}; then start the cache again"
 
 
 def restarts_finding(restarts: Restarts) -> str:

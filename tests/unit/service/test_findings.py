@@ -17,18 +17,22 @@ from support.processes.fresh_process import run_fresh
 from raydix.actors.cli.doctor import _sight
 from raydix.actors.cli.output import first_finding
 from raydix.actors.observe.node_facts import HiddenPackage, NodeFacts, hidden_package, node_facts, worker_niceness
+from raydix.actors.observe.node_memory import table_bytes
 from raydix.actors.service.findings import (
     OUT_OF_MEMORY,
     Restarts,
+    facts_when_full,
     findings,
     memory_finding,
     niceness_finding,
     package_finding,
     shm_finding,
     sight_finding,
+    tier_finding,
     version_finding,
 )
 from raydix.actors.transport.process_liveness import own_liveness_path
+from raydix.schemas import CacheConfig, HostConfig, PoolConfig, PoolStats, TierStats
 from raydix.schemas.protocol import PROTOCOL, handshake
 from raydix.schemas.version import package_version
 
@@ -37,6 +41,14 @@ GIB = 2**30
 HEALTHY = NodeFacts(
     memory_left=50 * GIB, memory_total=100 * GIB, shm_total=8 * GIB, shm_free=8 * GIB, niceness=0, hidden=None
 )
+TIER = TierStats(
+    state="ready",
+    policy="2q",
+    slots=PoolStats(
+        num_slots=1, free_slots=1, private_slots=0, tree_slots=0, quarantined_slots=0, evictable_slots=0,
+        protected_slots=0,
+    ),
+)  # fmt: skip
 HIDDEN = HiddenPackage("/clone/raydix", "/venv/site-packages/raydix", "0.2.0")
 
 
@@ -65,6 +77,11 @@ def test_the_gravest_finding_comes_first() -> None:
             "RAY_memory_usage_threshold",
         ),
         (lambda: memory_finding(GIB, 16 * GIB, "now"), "1 GiB of the 16 GiB of memory are left now", "fewer slots"),
+        (
+            lambda: tier_finding(TIER.model_copy(update={"state": "the host pool needs 8 GiB: lower host.num_slots"})),
+            "serves without its host tier, as the host pool needs 8 GiB",
+            "lower host.num_slots; then start the cache again",
+        ),
         (lambda: package_finding(HIDDEN), "which hides the installed 0.2.0 at /venv", "PYTHONPATH"),
         (lambda: shm_finding(64 * 2**20, 64 * 2**20), "/dev/shm has 64 MiB", "--shm-size"),
         (lambda: shm_finding(0, 0), "/dev/shm has 0 bytes", "emptyDir"),
@@ -89,7 +106,49 @@ def test_a_finding_is_one_line_with_the_fault_and_the_remedy(find: Callable[[], 
 
 def test_nothing_is_found_without_a_fault() -> None:
     assert memory_finding(10, 100) == package_finding(None) == shm_finding(8 * GIB, GIB) == ""
+    assert [tier_finding(TIER.model_copy(update={"state": state})) for state in ("ready", "reserving")] == ["", ""]
+    assert tier_finding(None) == ""
     assert niceness_finding(0) == sight_finding(True) == version_finding(list(handshake())) == ""
+
+
+@pytest.mark.parametrize(
+    ("pool", "host", "expected"),
+    [
+        (30, 0, ""),
+        (30, 5, ""),
+        (30, 16, "4 GiB of the 100 GiB of memory are left when the pool and the host tier are full"),
+        (0, 46, "4 GiB of the 100 GiB of memory are left when the host tier is full"),
+        (46, 0, "4 GiB of the 100 GiB of memory are left when the pool is full"),
+        (30, 30, "0 bytes of the 100 GiB of memory are left when the pool and the host tier are full"),
+    ],
+)
+def test_a_host_tier_counts_against_the_memory_of_the_node(pool: int, host: int, expected: str) -> None:
+    full, when = facts_when_full(HEALTHY, pool * GIB, host * GIB)
+
+    found = findings(full, when=when)
+
+    assert len(found) == bool(expected)
+    assert all(text.startswith(expected) and "the host tier fewer slots" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "slots", "windows", "states"),
+    [
+        ({}, 0, 0, 0),
+        ({"host": HostConfig(num_slots=640)}, 640, 0, 0),
+        ({"host": HostConfig(num_slots=640), "sliding_window_size": 16}, 640, 640, 0),
+        ({"host": HostConfig(num_slots=640, num_state_slots=7), "kind": "mamba"}, 640, 0, 7),
+    ],
+)
+def test_the_tables_of_a_host_tier_count_as_those_of_a_pool(
+    fields: dict[str, object], slots: int, windows: int, states: int
+) -> None:
+    pool = PoolConfig(num_slots=64, num_state_slots=3 if "mamba" in fields.values() else 0)
+    config = CacheConfig.model_validate({"pool": pool, "page_size": 16, **fields})
+
+    below = table_bytes(config) - table_bytes(config.model_copy(update={"host": None}))
+
+    assert below == slots // 16 * (12 + 8 * bool(windows)) + windows // 16 * 12 + states * 41
 
 
 def test_the_facts_are_those_of_this_node() -> None:
