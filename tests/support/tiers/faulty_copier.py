@@ -55,10 +55,13 @@ class FaultyCopier:
 
     Attributes:
         open: copies that have not ended.
+        current: the copy of which a page is being copied, if any: `cancel` ends it behind that page, which `pass_page`
+            copies.
     """
 
     def __init__(self, pool: KVPool | RecordPool, lower: RecordPool) -> None:
         self.open: list[Copy] = []
+        self.current: Copy | None = None
         self._copies = PageCopies(pool, lower)
         self._records = {True: PageRecords(pool), False: PageRecords(lower)}  # is_load -> of the target
         self._counts = {True: CopyCounts(), False: CopyCounts()}  # is_load -> counts
@@ -97,7 +100,19 @@ class FaultyCopier:
         self._end(copy, end)
         self._report(copy)
 
+    def pass_page(self) -> None:
+        """Copy the page of the current copy, which ends behind it if it was cancelled or has no more pages."""
+        copy, self.current = self.current, None
+        assert copy is not None
+        self.advance(copy, 1)
+        if copy.num_chunks == len(copy.chunks):
+            self.finish(copy)
+        elif copy.is_cancelled:
+            self.finish(copy, "cancelled")
+
     def _end(self, copy: Copy, end: End) -> None:
+        if copy is self.current:
+            self.current = None
         self.open.remove(copy)
         self._ended.append(copy)
         self._counts[copy.is_load].ends[end] += 1
@@ -124,8 +139,16 @@ class FaultyCopier:
         records.scatter(start, record)
 
     def cancel(self, copy: Copy) -> None:
-        if copy.result is None:
+        copy.is_cancelled = True
+        if copy.result is None and copy is not self.current:
             self._end(copy, "cancelled")
+
+    def stop_all(self) -> None:
+        if self.current is not None:
+            self.advance(self.current, 1)  # it waits for the chunk
+        for copy in list(self.open):
+            self._end(copy, "cancelled")
+        self._ended.clear()  # their ends are not reported
 
     def counts(self, *, loads: bool) -> CopyCounts:
         return self._counts[loads]
