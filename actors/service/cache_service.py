@@ -180,7 +180,7 @@ class CacheService:
         if host.high_watermark < 1.0:
             gauges.append(host_gauge(host, moves))
         tiers = TierManager(self.config, moves, pool, self.epoch, self._after_moves)
-        tiers.may_write = lambda: not (self._draining or self.wait_queue.waiting)
+        tiers.may_begin = lambda: not (self._draining or self.wait_queue.waiting)
         return tiers
 
     def _on_pressure(self) -> None:

@@ -42,7 +42,7 @@ class TierManager:
 
     Attributes:
         moves: between the two tiers.
-        may_write: returns whether writes may begin.
+        may_begin: returns whether writes and prefetches may begin: no request needs the slots.
 
     Args:
         config: of the cache; it has `host`.
@@ -63,7 +63,7 @@ class TierManager:
         assert config.host is not None, "the configuration has no host tier"
         self.config = config.host
         self.moves = moves
-        self.may_write: Callable[[], bool] = lambda: True
+        self.may_begin: Callable[[], bool] = lambda: True
         self._pool = pool
         self._on_change = on_change
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,6 +151,10 @@ class TierManager:
         """Return how many tokens of a request's key the tier has. Changes nothing."""
         return self.moves.lower.longest_prefix(key)
 
+    def _may_begin(self) -> bool:
+        """Return whether writes and prefetches may begin. While a request waits for the end of writes, none may."""
+        return not self._after_writes and self.may_begin()
+
     # ---------------------------------------------------------------- writes
 
     @property
@@ -160,7 +164,7 @@ class TierManager:
 
     def write_ahead(self) -> Progress:
         """Begin to write the KV that the pool would evict next, as far as the copier keeps up."""
-        if self.is_instant or not self._is_ready() or not self.may_write():
+        if self.is_instant or not self._is_ready() or not self._may_begin():
             return Progress.AHEAD
         for plan_writes, reserve in self._reserves:
             if not reserve:
@@ -283,8 +287,11 @@ class TierManager:
         self._waiting.setdefault(move, []).append(resume)
 
     def prefetch(self, key: RadixKey) -> int:
-        """Begin to load the prefix of a key for no lease; return the tokens to load, 0 if there are none or no room."""
-        if not self._is_ready():
+        """Begin to load the prefix of a key for no lease; return the tokens to load, 0 if there are none or no room.
+
+        There is no room while requests wait for it.
+        """
+        if not self._is_ready() or not self._may_begin():
             return 0
         cache = self.moves.upper.cache
         in_flight = sum(len(move.key) - move.first for move in self._loads if move not in self._owners)
