@@ -73,8 +73,10 @@ class TierManager:
         self._owners: dict[Move, Callable[[Finished], object]] = {}
         self._waiting: dict[Move, list[Callable[[bool], object]]] = {}
         self._after_writes: list[Callable[[], object]] = []
+        self._has_written = False  # since all that is to be written was looked at
         self._load_bytes_per_s: float | None = None
-        share, upper = self.config.reserve, moves.upper.cache
+        # The background task evicts down to the low watermark: all of that is written before.
+        share, upper = max(self.config.reserve, 1 - config.eviction.low_watermark), moves.upper.cache
         swa, states = upper.allocator.swa, upper.pools.states
         self._reserves: list[tuple[Callable[[int], Plan], int]] = [
             (moves.plan_demotion, int(share * upper.num_slots)),
@@ -173,10 +175,15 @@ class TierManager:
                 return Progress.WORKING
             plan = plan_writes(reserve)
             if plan.moves:
+                self._has_written = True
                 self._write(plan.moves)
             if not plan.is_ahead:
                 return Progress.WORKING if self._writes else Progress.MORE
-        return Progress.WORKING if self._writes else Progress.AHEAD
+        if self._writes:
+            return Progress.WORKING
+        # Requests may have used, evicted or cancelled meanwhile what the round has passed: look at all of it once more.
+        has_written, self._has_written = self._has_written, False
+        return Progress.MORE if has_written else Progress.AHEAD
 
     def _write(self, moves: Sequence[Move]) -> None:
         assert self.copier is not None
@@ -190,6 +197,8 @@ class TierManager:
 
     def _finish_write(self, batch: MoveBatch, copied: Copied) -> None:
         del self._writes[batch]
+        if copied.end == "failed":
+            self._has_written = False  # it may fail again: the pool must change before it is tried
         for move, num_pages, is_whole in batch.results(copied):
             self.moves.finish(move, num_pages, is_whole)
         if not self._writes:
