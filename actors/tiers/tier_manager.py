@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
@@ -247,22 +248,25 @@ class TierManager:
         """
         if not self._is_ready():
             return None
-        move = self.moves.plan_load(lease, self._within(lease.prefix_len, limit, timeout_s))
+        wanted = len(lease.key) if limit is None else min(limit, len(lease.key))
+        in_time = self._in_time(lease.prefix_len, timeout_s)
+        move = self.moves.plan_load(lease, min(wanted, in_time))
+        if move is None and in_time < wanted and not self._loads:
+            self._load_bytes_per_s = None  # else no load would measure it again
         return move if move is not None and self._begin_load(move, timeout_s) else None
 
     def when_loaded(self, move: Move, on_end: Callable[[Finished], object]) -> None:
         """Call `on_end` on the loop when the load of a lease has ended."""
         self._owners[move] = on_end
 
-    def _within(self, prefix_len: int, limit: int | None, timeout_s: float) -> int | None:
-        """Return the limit of a prefix of which the part to load can be there in time, at the rate of recent loads."""
+    def _in_time(self, prefix_len: int, timeout_s: float) -> int:
+        """Return the length of a prefix of which the part to load can be there in time, at the rate of recent loads."""
         if self._load_bytes_per_s is None or self.copier is None:
-            return limit
+            return sys.maxsize
         queued = self.copier.queued_bytes(loads=True) if self._loads else 0
         num_bytes = max(0.0, timeout_s * self._load_bytes_per_s - queued)
         page = self.moves.upper.cache.page_size
-        most = prefix_len + int(num_bytes / max(1.0, self._token_bytes)) // page * page
-        return most if limit is None else min(limit, most)
+        return prefix_len + int(num_bytes / max(1.0, self._token_bytes)) // page * page
 
     def _begin_load(self, move: Move, timeout_s: float | None) -> bool:
         """Begin to copy a load; return False if it has ended already."""
