@@ -222,7 +222,8 @@ class Admission:
             return self._answer(asked, open_lease)
         if (running := tiers.running_load(asked.key, asked.limit)) is not None:
             return self._wait_behind(asked, waiter, running, timeout_s)
-        if type(request) is LockRequest and self._wait_queue.waiting and tiers.has_more(asked.key):
+        is_in_turn = not self._wait_queue.waiting or (waiter is not None and waiter.is_queued)
+        if type(request) is LockRequest and not is_in_turn and tiers.has_more(asked.key):
             raise self._queue_is_waiting(0)  # its load would take the slots that others wait for
         return self._begin_and_load(asked, waiter, timeout_s)
 
