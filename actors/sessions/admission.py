@@ -378,6 +378,7 @@ class Admission:
             CoreError: a `lock` is.
         """
         if type(asked.request) is LockRequest:
+            self._check_binding(asked.session_id, asked.request)  # other weights may have come while it waited
             return self._answer(asked, self._begin(asked))
         num_tokens = asked.num_tokens if type(asked.request) is AcquireRequest else None
         raise self._refusals.exhausted(asked.key, shortage, num_tokens=num_tokens, waited=waited)
