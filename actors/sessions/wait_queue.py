@@ -50,8 +50,8 @@ class Waiter:
     timer: asyncio.TimerHandle | None = None  # of the wait that it is in
     is_queued: bool = False
     # while it is queued
-    attempt: Attempt = field(init=False)
-    shortage: OutOfSlotsError = field(init=False)  # result of its last attempt
+    attempt: Attempt = field(init=False, repr=False)
+    shortage: OutOfSlotsError = field(init=False, repr=False)  # result of its last attempt
     queued_at: float = 0.0
     waited_s: float = 0.0  # in the queue, before the present wait
     waits_for: object = None  # load, or writes, for which it waits
