@@ -33,7 +33,7 @@ from raydix.schemas.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from raydix.actors.client.attached_pool import AttachedPool
-    from raydix.actors.client.lease import Lease
+    from raydix.actors.client.lease import Lease, Loaded
     from raydix.actors.client.local_prefix_cache import LocalPrefixCache
     from raydix.actors.client.prefix_cache_client import PrefixCacheClient
     from raydix.actors.client.rank_leases import acquire_ranks
@@ -52,6 +52,7 @@ __all__ = [
     "AttachedPool",
     "Fleet",
     "Lease",
+    "Loaded",
     "LocalPrefixCache",
     "PrefixCacheActor",
     "PrefixCacheClient",
@@ -69,7 +70,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "client.attached_pool": "AttachedPool",
-        "client.lease": "Lease",
+        "client.lease": "Lease Loaded",
         "client.local_prefix_cache": "LocalPrefixCache",
         "client.prefix_cache_client": "PrefixCacheClient",
         "client.rank_leases": "acquire_ranks",

@@ -16,7 +16,7 @@ from rich.table import Table
 from raydix.actors.cli.failures import FAILED, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show
 from raydix.actors.cluster.capacity import read_capacity
-from raydix.actors.demo.workload import PAGE_SIZE, Workload
+from raydix.actors.demo.workload import LONG_LOAD, PAGE_SIZE, Workload
 from raydix.schemas.shown import counted, rate
 from raydix.schemas.version import how_to_install
 
@@ -36,6 +36,10 @@ def demo(
     pool_tokens: Annotated[
         str, typer.Option(metavar="TOKENS", help="Such as 20_000 or 8k; rounded down to whole pages of 16.")
     ] = str(_LOAD.pool_tokens),
+    host_capacity: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="A tier in host memory below the pool, such as 10k. Default: none."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = _LOAD.seed,
     as_json: AsJson = False,
 ) -> None:
@@ -44,13 +48,13 @@ def demo(
     Fails with exit status 1 if greedy answers differ. With the default load it also fails if the hit rate is not above
     60 %, or if the first token of prompts that share a prefix is not three times sooner. It starts its own Ray.
     """
-    num_tokens = read_capacity(pool_tokens, "--pool-tokens").num_tokens(
-        PAGE_SIZE, unknown="it is the same for every model"
+    num_tokens, host_tokens = (
+        read_capacity(given, option).num_tokens(PAGE_SIZE, unknown="it is the same for every model") if given else 0
+        for given, option in ((pool_tokens, "--pool-tokens"), (host_capacity, "--host-capacity"))
     )
+    sizes = conversations, turns, workers, system_prompts, system_prompt_len, message_len, answer_len, num_tokens
     try:
-        load = Workload(
-            conversations, turns, workers, system_prompts, system_prompt_len, message_len, answer_len, num_tokens, seed
-        )
+        load = Workload(*sizes, seed, host_tokens)
     except ValueError as error:
         message = str(error).replace("pool_tokens", "--pool-tokens")
         raise CommandError(message, "raydix demo --help", USAGE) from None
@@ -81,15 +85,24 @@ def table_of(f: dict[str, Any]) -> Table:
         "", "cache on", "cache off", title=f"{counted(turns, 'turn')}, served twice: with the cache and without"
     )
     table.add_row("prompt tokens hit: taken from the cache", of_prompts(f["reused_tokens"]), "-")
+    if "host_slots" in f:
+        table.add_row("... of those loaded from host memory", of_prompts(f["loaded_tokens"]), "-")
     table.add_row("prompt tokens missed: computed", of_prompts(f["computed_tokens"]), of_prompts(tokens))
     for name, on_ms in f["first_token_ms_on"].items():
         off_ms = f["first_token_ms_off"][name]
         table.add_row(f"time to first token *, {_SPREAD.get(name, name)}", f"{on_ms:,.0f} ms", f"{off_ms:,.0f} ms")
+    if f.get("long_loads"):
+        name = f"... median of {counted(f['long_loads'], 'turn')} that loaded {LONG_LOAD} tokens or more"
+        table.add_row(name, f"{f['long_load_ms_on']:,.0f} ms", f"{f['long_load_ms_off']:,.0f} ms")
     table.add_row("time for all turns", f"{f['seconds_on']:.1f} s", f"{f['seconds_off']:.1f} s")
     identical = "yes" if f["identical_turns"] == turns else "NO"
     table.add_row("same answers as without the cache", f"{identical}, {f['identical_turns']} of {turns}", "")
     table.add_section()
     table.add_row("slots of the pool", f"{f['pool_slots']:,}")
+    if "host_slots" in f:
+        table.add_row("slots of the tier in host memory", f"{f['host_slots']:,}")
+        table.add_row("... tokens written to it", f"{f['host_tokens_written']:,}")
+        table.add_row("... tokens evicted before they were written", f"{f['host_tokens_dropped']:,}")
     table.add_row("slots to keep every conversation", f"{f['wanted_slots']:,}")
     table.add_row("slots in use at the same moment, at most", f"{f['peak_slots']:,}")
     table.add_row("tokens evicted", f"{f['evicted_tokens']:,}")

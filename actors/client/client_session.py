@@ -308,7 +308,19 @@ class ClientSession:
         transport = self.transport
         try:
             response = await transport.submit(request, on_outcome)
-            return await transport.wait(response.ticket) if isinstance(response, WaitingResponse) else response
+        except (StaleEpoch, LeaseExpired):
+            self.check_loss(transport)
+            raise
+        return await self.wait(transport, response.ticket) if isinstance(response, WaitingResponse) else response
+
+    async def wait(self, transport: Transport, ticket: int) -> Message:
+        """Return the outcome of a request that waits for slots, or for a load.
+
+        Args:
+            transport: of the session in which it was sent.
+        """
+        try:
+            return await transport.wait(ticket)
         except (StaleEpoch, LeaseExpired):
             self.check_loss(transport)
             raise

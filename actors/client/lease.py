@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -52,6 +52,12 @@ def make_ownership_error(lease: Any) -> CacheError:
     return InvalidRequest(f"lease must be a Lease, as `await client.acquire(...)` gives, not {type(lease).__name__}")
 
 
+class Loaded(NamedTuple):
+    """Tokens of a lease's prefix that were loaded for it, by tier; `sum(lease.loaded)` is their number."""
+
+    host: int = 0
+
+
 class Lease:
     """Slots for the tokens of one request: the cached prefix's, locked, then private ones to write.
 
@@ -67,6 +73,7 @@ class Lease:
         lease_id: the id under which the cache knows it.
         epoch: the life of the cache that granted it.
         prefix_len: tokens that were cached when it was granted; never changes.
+        loaded: of these, the tokens that were loaded for this lease, by the tier that they came from.
         published_len: tokens in the tree, held by this lease; grows with `insert`.
         state_slot: the lease's own row of the state tensors, which holds a copy of the state after the prefix (zeros
             where there is none); None for kinds without states.
@@ -103,6 +110,7 @@ class Lease:
         self.lease_id = response.lease_id
         self.epoch = transport.epoch
         self.prefix_len = response.prefix_len
+        self.loaded = Loaded(response.loaded_len)
         self.published_len = response.prefix_len
 
     @property

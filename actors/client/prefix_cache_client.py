@@ -62,6 +62,8 @@ from raydix.schemas import (
     Message,
     ModelFingerprint,
     PackedEvents,
+    PrefetchRequest,
+    PrefetchResponse,
     ReleaseRequest,
     ReleaseWindowRequest,
     ResetRequest,
@@ -204,15 +206,25 @@ class PrefixCacheClient:
         cache_salt: str | None = None,
         priority: int = 0,
         offer_s: float | None = None,
+        timeout_s: float | None = 0.0,
+        load: bool = True,
+        load_timeout_s: float | None = None,
     ) -> Lease:
         """Lock the cached prefix of `tokens`, and allocate nothing; `extend` adds private slots behind it.
+
+        If tiers below the pool have more of the prefix, it is loaded first. A load takes slots of the pool, which are
+        the tree's when the lease is handed out.
 
         In kind "slots" it is an `acquire` of that prefix alone: it takes a whole row, even if nothing is cached.
 
         Args:
             offer_s: grant the lease to another client in the same round trip, for so many seconds by the cache's
-                clock. `lease.offered` is the grant, and the lease itself has ended here, as after `lease.grant()`. If
-                the caller is cancelled, both are undone. None: do not grant it.
+                clock, which begin when the lease is handed out, after a load. `lease.offered` is the grant, and the
+                lease itself has ended here, as after `lease.grant()`. If the caller is cancelled, both are undone.
+                None: do not grant it.
+            timeout_s: seconds to wait for the slots of a load; after that nothing is loaded. None:
+                `LeaseConfig.acquire_timeout_s`; 0: do not wait.
+            load: as in `acquire`, and so is `load_timeout_s`.
 
         Raises:
             PoolExhausted: kinds "slots" and "mamba" alone: the lease gets no row, or no state. Raised immediately.
@@ -227,6 +239,9 @@ class PrefixCacheClient:
             priority=priority,
             offer_id=offer_id,
             offer_s=offer_s,
+            timeout_s=timeout_s,
+            load=load,
+            load_timeout_s=load_timeout_s,
         )
         lease = await self._request_lease(request)
         if offer_id is not None:
@@ -248,10 +263,15 @@ class PrefixCacheClient:
         timeout_s: float | None = None,
         resumed: bool = False,
         boundary_state: bool = False,
+        load: bool = True,
+        load_timeout_s: float | None = None,
     ) -> Lease:
         """Lock the cached prefix of `tokens`, and allocate slots for the others and `new_tokens` more, in one step.
 
         If slots are short, the cache evicts. If that is not enough, the request waits in a FIFO queue.
+
+        If tiers below the pool have more of the prefix, it is loaded into slots of the lease before the lease is
+        handed out: `lease.loaded`. If another request loads the same pages, this one waits for that load.
 
         Args:
             tokens: the ids of the prompt, at least one: a list, `array.array`, 1-D integer numpy array or torch tensor,
@@ -270,6 +290,9 @@ class PrefixCacheClient:
             boundary_state: for models with recurrent states: `boundary_slot` is a second state slot, for a copy of the
                 state at the end of each page, as a request seldom knows where its answer ends. Where none is free or
                 evictable, it is None.
+            load: False takes only KV that is in the pool.
+            load_timeout_s: seconds for the load, after the wait for slots; None: `HostConfig.load_timeout_s`; 0: do not
+                load. If the load is late or fails, the lease has the prefix that is there.
 
         Returns:
             The lease, to be awaited or entered once. `lease.slots` has `len(tokens) + new_tokens` entries: the first
@@ -297,6 +320,8 @@ class PrefixCacheClient:
             timeout_s=timeout_s,
             resumed=resumed,
             boundary_state=boundary_state,
+            load=load,
+            load_timeout_s=load_timeout_s,
         )
         lease = await self._request_lease(request)
         lease.remember_packed(tokens)
@@ -308,7 +333,7 @@ class PrefixCacheClient:
             response, transport = await session.ask(request)
             if not isinstance(response, LeaseResponse):
                 if isinstance(response, WaitingResponse):
-                    response = await transport.wait(response.ticket)
+                    response = await session.wait(transport, response.ticket)
                 response = checked_response(LeaseResponse, response)
         except (asyncio.CancelledError, CacheError) as error:
             session.undo_if_executed(error, AbortRequest, lease_id=request.lease_id)
@@ -542,7 +567,10 @@ class PrefixCacheClient:
         lora_id: str | None = None,
         cache_salt: str | None = None,
     ) -> MatchResponse:
-        """Return how many tokens of `tokens` are cached. A probe: it locks nothing and changes no recency."""
+        """Return how many tokens of `tokens` are cached. A probe: it locks nothing and changes no recency.
+
+        `host_len` of the result also counts tokens that an `acquire` or `lock` would load from the host tier.
+        """
         namespace = checked_namespace(extra_key, lora_id, cache_salt)
         return await self._ask(make_request(MatchRequest, tokens=tokens, namespace=namespace), MatchResponse)
 
@@ -583,9 +611,37 @@ class PrefixCacheClient:
         self.session.bound.add(lora_id, generation)
         return generation
 
-    async def evict(self, num_tokens: int) -> EvictResponse:
-        """Free at least `num_tokens` slots of cached tokens, or all that no lease holds."""
-        return await self._ask(make_request(EvictRequest, num_tokens=num_tokens), EvictResponse)
+    async def prefetch(
+        self,
+        tokens: Any,
+        *,
+        extra_key: str | None = None,
+        lora_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> int:
+        """Begin to load into the pool what the tiers below have of the prefix of `tokens`, for a later request.
+
+        It holds no lease, and goes on if the caller is cancelled. A request for the same tokens waits for its end.
+
+        Returns:
+            The number of tokens that are being loaded: at most a quarter of the pool. 0: there is nothing to load, or
+            no room for it.
+        """
+        namespace = checked_namespace(extra_key, lora_id, cache_salt)
+        request = make_request(PrefetchRequest, tokens=tokens, namespace=namespace)
+        return (await self._ask(request, PrefetchResponse)).num_tokens
+
+    async def evict(self, num_tokens: int, tier: str = DEVICE) -> EvictResponse:
+        """Free at least `num_tokens` slots of cached tokens, or all that no lease holds.
+
+        Args:
+            num_tokens: see above.
+            tier: "device", the pool, or "host", the tier in host memory. Each evicts its own KV alone.
+
+        Raises:
+            InvalidRequest: the cache has no such tier; the message names its tiers.
+        """
+        return await self._ask(make_request(EvictRequest, num_tokens=num_tokens, tier=tier), EvictResponse)
 
     async def reset(self) -> None:
         """Make everything unmatchable and free it; running leases keep their slots, but can no longer publish.
@@ -815,6 +871,7 @@ class SyncClient:
     adopt = _make_leasing(PrefixCacheClient.adopt)
     revoke = _make_plain(PrefixCacheClient.revoke)
     bind_model = _make_plain(PrefixCacheClient.bind_model)
+    prefetch = _make_plain(PrefixCacheClient.prefetch)
     evict = _make_plain(PrefixCacheClient.evict)
     reset = _make_plain(PrefixCacheClient.reset)
     retire = _make_plain(PrefixCacheClient.retire)

@@ -38,13 +38,16 @@ async def acquire_ranks(
     timeout_s: float | None = None,
     resumed: bool = False,
     boundary_state: bool = False,
+    load: bool = True,
+    load_timeout_s: float | None = None,
 ) -> list[Lease]:
     """Acquire one lease per rank of a tensor-parallel engine, all with the same `prefix_len`, or none.
 
-    Each rank has a cache of its own. The smallest prefix that all of them have is the limit of an `acquire` at the
-    first, which alone waits for slots, and then of one at each of the others. If another rank refuses, or has lost a
-    part of that prefix, all leases are released, and the next attempt begins after a random pause of 1 to 10 ms. So
-    callers that name the same ranks in different orders all come to an end.
+    Each rank has a cache of its own. The smallest prefix that all of them have, in the pool or in tiers below it, is
+    the limit of an `acquire` at the first, which alone waits for slots, and then of one at each of the others. If
+    another rank refuses, has lost a part of that prefix or could not load it, all leases are released, and the next
+    attempt begins after a random pause of 1 to 10 ms. So callers that name the same ranks in different orders all come
+    to an end.
 
     Nothing is guaranteed once this has returned. If the lease of one rank ends, also by the death of its cache, the
     caller must end the leases of the other ranks.
@@ -57,6 +60,9 @@ async def acquire_ranks(
             `LeaseConfig.acquire_timeout_s` of the first cache; 0: one attempt without waiting. If a rank has lost a
             part of the prefix after that time, another attempt with the shorter prefix follows without waiting.
         resumed: as in `PrefixCacheClient.acquire`, and so is `boundary_state`.
+        load: as in `PrefixCacheClient.acquire`, at each rank. Each rank loads the part that its pool lacks; the
+            shortest prefix counts.
+        load_timeout_s: seconds for the load of each rank; those of the other ranks begin after that of the first.
 
     Returns:
         The leases in the order of `clients`; the caller ends each. If the caller is cancelled, all that were granted
@@ -82,6 +88,8 @@ async def acquire_ranks(
         timeout_s=timeout_s,
         resumed=resumed,
         boundary_state=boundary_state,
+        load=load,
+        load_timeout_s=load_timeout_s,
     )
     await _gather(client.open() for client in ranks)
     if (time_s := shared.request.timeout_s) is None:
@@ -190,7 +198,8 @@ class _Attempts:
         return None
 
     async def _match(self, client: PrefixCacheClient) -> int:
-        return (await client.match(self._shared.request.tokens, **self._shared.namespace)).prefix_len
+        found = await client.match(self._shared.request.tokens, **self._shared.namespace)
+        return max(found.prefix_len, found.host_len) if self._shared.request.load else found.prefix_len
 
 
 def _checked_clients(clients: Any) -> list[PrefixCacheClient]:

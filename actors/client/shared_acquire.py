@@ -52,4 +52,6 @@ class SharedAcquire:
             timeout_s=timeout_s,
             resumed=request.resumed,
             boundary_state=request.boundary_state,
+            load=request.load,
+            load_timeout_s=request.load_timeout_s,
         )

@@ -7,7 +7,7 @@ from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
-from raydix.actors.client.lease import Lease
+from raydix.actors.client.lease import Lease, Loaded
 from raydix.schemas import LeaseGrant
 
 if TYPE_CHECKING:
@@ -102,6 +102,11 @@ class SyncLease:
     def prefix_len(self) -> int:
         """`Lease.prefix_len`."""
         return self.lease.prefix_len
+
+    @property
+    def loaded(self) -> Loaded:
+        """`Lease.loaded`."""
+        return self.lease.loaded
 
     @property
     def published_len(self) -> int:

@@ -28,7 +28,7 @@ def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
     """Make a span `raydix.<verb>` of each request of every client in this process, from now on.
 
     The span lasts from the call to its result, with the time in the batch and in the queue. Its parent is the caller's
-    span. Its attributes are the lease, its epoch, and the tokens found or published, or the error. Verbs that are not
+    span. Its attributes are the lease, its epoch, and the tokens found, loaded or published, or the error. Verbs that are not
     traced cost nothing more.
 
     Args:
@@ -81,9 +81,10 @@ def _attributes_of(value: Any) -> Attributes:
     """Return the span attributes of an argument or a response."""
     if isinstance(value, Lease):
         lease: Attributes = {"raydix.lease": value.lease_id, "raydix.epoch": value.epoch}
-        return lease | {"raydix.prefix_len": value.prefix_len, "raydix.num_slots": len(value)}
+        found: Attributes = {"raydix.prefix_len": value.prefix_len, "raydix.loaded_len": sum(value.loaded)}
+        return lease | found | {"raydix.num_slots": len(value)}
     if isinstance(value, MatchResponse):
-        return {"raydix.prefix_len": value.prefix_len}
+        return {"raydix.prefix_len": value.prefix_len, "raydix.host_len": value.host_len}
     if isinstance(value, InsertResponse):
         return {"raydix.num_inserted": value.num_inserted, "raydix.num_duplicates": value.num_duplicates}
     return {}

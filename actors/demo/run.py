@@ -3,7 +3,7 @@
 A Ray actor owns the cache and its KV, in shared memory. Each worker is an actor with the same random Llama-like model.
 Conversations begin with one of a few system prompts, and some prompts are far more popular than others. Each
 turn goes to a worker drawn at random, so most reused KV comes from another worker. The pool is smaller than all
-conversations together, so the cache must evict.
+conversations together, so the cache must evict. With a tier in host memory, evicted KV is loaded from there.
 
 Then the same conversations run again, with every prompt computed from scratch. The two runs must give the same answers,
 token by token. The time to first token starts when a worker begins to serve a request. It includes the wait for the
@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.cluster.deploy import shutdown_cache, start_cache_async
 from raydix.actors.demo.workload import (
+    LONG_LOAD,
     MAX_POSITIONS,
     PAGE_SIZE,
     VOCABULARY,
@@ -37,7 +38,7 @@ from raydix.actors.demo.workload import (
     wanted_slots,
 )
 from raydix.actors.huggingface.worker import Generation, TransformersWorker, pool_config_for
-from raydix.schemas import CacheConfig, CacheStats
+from raydix.schemas import CacheConfig, CacheStats, HostConfig, TierStats
 from raydix.schemas.shown import percent
 
 MODEL = {  # 15 million parameters: one core prefills 1,000 tokens in about half a second
@@ -80,6 +81,10 @@ class Run:
         """Return the prompt tokens with cached KV so far."""
         return sum(turn.answer.prefix_len for turn in self.turns.values())
 
+    def loaded_tokens(self) -> int:
+        """Return the reused tokens so far that were loaded from host memory."""
+        return sum(turn.answer.loaded_len for turn in self.turns.values())
+
     def hit_rate(self) -> float:
         """Return the share of reused tokens."""
         return self.reused_tokens() / self.prompt_tokens()
@@ -88,6 +93,10 @@ class Run:
         """Return the times to first token of the turns that share a prefix with an earlier one."""
         times = [turn.answer.time_to_first_token_s for turn in self.turns.values() if turn.shares_prefix]
         return 1000 * np.array(times)
+
+    def first_token_ms_of(self, keys: Sequence[tuple[int, int]]) -> float:
+        """Return the median time to first token of these turns."""
+        return 1000 * float(np.median([self.turns[key].answer.time_to_first_token_s for key in keys]))
 
     def note_pool(self, stats: CacheStats) -> None:
         """Update the peaks."""
@@ -157,7 +166,8 @@ async def demonstrate(load: Workload, console: Console) -> dict[str, Any]:
     """Serve the conversations with the cache, then without, and return the figures. The console shows progress."""
     conversations = draw_conversations(load)
     pool = pool_config_for(MODEL, load.pool_tokens, dtype="float32", device="cpu")
-    cache = await start_cache_async(CacheConfig(page_size=PAGE_SIZE, pool=pool))
+    host = HostConfig(num_slots=load.host_tokens) if load.host_tokens else None
+    cache = await start_cache_async(CacheConfig(page_size=PAGE_SIZE, pool=pool, host=host))
     workers = Workers(cache, load)
     with progress_on(console) as progress:
         loading = progress.add_task("workers load the model", total=None)
@@ -179,13 +189,14 @@ async def demonstrate(load: Workload, console: Console) -> dict[str, Any]:
 def summary(on: Run, off: Run, stats: CacheStats) -> dict[str, Any]:
     """Return the figures. Times to first token are of the turns that share a prefix with an earlier turn."""
     ms_on, ms_off = on.first_token_ms(), off.first_token_ms()
-    return {
+    figures = {
         "turns": len(on.turns),
         "identical_turns": sum(on.turns[key].answer.token_ids == off.turns[key].answer.token_ids for key in on.turns),
         "shared_prefix_turns": len(ms_on),
         "hit_rate": on.hit_rate(),
         "prompt_tokens": on.prompt_tokens(),
         "reused_tokens": on.reused_tokens(),
+        "loaded_tokens": on.loaded_tokens(),
         "computed_tokens": on.prompt_tokens() - on.reused_tokens(),
         "first_token_ms_on": _spread(ms_on),
         "first_token_ms_off": _spread(ms_off),
@@ -199,6 +210,20 @@ def summary(on: Run, off: Run, stats: CacheStats) -> dict[str, Any]:
         "acquires": stats.acquires,
         "peak_waiters": on.peak_waiters,
         "acquires_refused": stats.exhausted,
+    }
+    return figures if stats.host is None else figures | _loads(on, off, stats.host)
+
+
+def _loads(on: Run, off: Run, host: TierStats) -> dict[str, Any]:
+    """Return the figures of the tier in host memory, and of the turns that loaded `LONG_LOAD` tokens or more."""
+    long = [key for key, turn in on.turns.items() if turn.answer.loaded_len >= LONG_LOAD]
+    return {
+        "host_slots": host.slots.num_slots,
+        "host_tokens_written": host.tokens_written,
+        "host_tokens_dropped": host.tokens_dropped,
+        "long_loads": len(long),
+        "long_load_ms_on": on.first_token_ms_of(long) if long else None,
+        "long_load_ms_off": off.first_token_ms_of(long) if long else None,
     }
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 PAGE_SIZE = 16
 VOCABULARY = 4096
 MAX_POSITIONS = 32_768  # the model's limit
+LONG_LOAD = 512  # tokens: the figures of loads are of turns that load so many, or more
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Workload:
     answer_len: int = 16  # tokens
     pool_tokens: int = 7168
     seed: int = 0
+    host_tokens: int = 0  # slots of the tier in host memory; 0: there is none
 
     def __post_init__(self) -> None:
         longest = self.system_prompt_len + self.turns * (self.message_len + self.answer_len)
@@ -38,6 +40,8 @@ class Workload:
             raise ValueError(
                 f"pool_tokens must be a multiple of {PAGE_SIZE}, and at least {longest} for one conversation"
             )
+        if self.host_tokens % PAGE_SIZE:
+            raise ValueError(f"host_tokens must be a multiple of {PAGE_SIZE}")
         if longest > MAX_POSITIONS:
             raise ValueError(f"a conversation grows to {longest} tokens, but the model takes {MAX_POSITIONS}")
         if self.turns == 1 and all(conversation.is_first for conversation in draw_conversations(self)):

@@ -230,6 +230,8 @@ class Fleet:
         timeout_s: float | None = None,
         resumed: bool = False,
         boundary_state: bool = False,
+        load: bool = True,
+        load_timeout_s: float | None = None,
     ) -> Lease:
         """Route a request, and acquire a lease at its cache; if that cache refuses, at the next best.
 
@@ -240,7 +242,7 @@ class Fleet:
         Args:
             tokens: as in `PrefixCacheClient.acquire`, and so are the following.
             timeout_s: seconds to wait for slots; None: `LeaseConfig.acquire_timeout_s` of the cache; 0: do not wait.
-            resumed: as in `PrefixCacheClient.acquire`, and so is `boundary_state`.
+            resumed: as in `PrefixCacheClient.acquire`, and so are the following.
 
         Returns:
             The lease, to be awaited or entered once. `lease.client` is the client of its cache.
@@ -262,6 +264,8 @@ class Fleet:
             timeout_s=timeout_s,
             resumed=resumed,
             boundary_state=boundary_state,
+            load=load,
+            load_timeout_s=load_timeout_s,
         )
         await self.members.wait_alive()
         prompt = self.chooser.prompt_of(shared.request.tokens, shared.request.namespace)

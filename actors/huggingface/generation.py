@@ -32,6 +32,10 @@ class Generation(PydanticMessage):
         description="generated tokens, the end token included; none with max_new_tokens=0"
     )
     prefix_len: int = Field(description="leading tokens of the prompt with KV from the cache")
+    loaded_len: int = Field(
+        default=0,
+        description="of prefix_len, the tokens that the cache loaded for the request from a tier below its pool",
+    )
     num_computed: int = Field(
         description="tokens run through the model: the rest of the prompt, and all generated tokens but the last; "
         "repeated runs of a token count each time"
@@ -67,6 +71,7 @@ class GreedyDecoding:
         self._num_run = 0  # tokens run, also before the request began again
         self._num_logits = 0  # leading tokens with kept logits, or with none requested
         self._first_prefix_len: int | None = None
+        self._first_loaded_len = 0
         self._ends = ends
         self._ended = False
         self._first_token_at = 0.0
@@ -117,11 +122,12 @@ class GreedyDecoding:
         """Whether all tokens are generated."""
         return self._ended or self._num_known == self._max_len
 
-    def reuse(self, prefix_len: int) -> None:
-        """Count `prefix_len` leading tokens as computed, because their KV was cached."""
+    def reuse(self, prefix_len: int, loaded_len: int = 0) -> None:
+        """Count `prefix_len` leading tokens as computed, because their KV was cached, or loaded for the request."""
         self._num_computed = prefix_len
         if self._first_prefix_len is None:
             self._first_prefix_len = self._num_logits = prefix_len
+            self._first_loaded_len = loaded_len
 
     def note(self, step: Step, stop: int | None = None) -> None:
         """Add the outcome of a run of `known(stop)` from the first token without KV."""
@@ -147,6 +153,7 @@ class GreedyDecoding:
         return Generation(
             token_ids=tuple(self._tokens[self._num_given : self._num_known].tolist()[: self._max_returned]),
             prefix_len=self._first_prefix_len or 0,
+            loaded_len=self._first_loaded_len,
             num_computed=self._num_run,
             time_to_first_token_s=self._first_token_at - self._started,
             total_s=time.perf_counter() - self._started,

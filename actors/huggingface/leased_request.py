@@ -84,7 +84,7 @@ class LeasedRequest:
 
     async def _run(self) -> None:
         decoding, lease = self._decoding, self._lease
-        decoding.reuse(lease.prefix_len)
+        decoding.reuse(lease.prefix_len, sum(lease.loaded))
         self._cache = await self._make_cache()
         for stop in self._state_stops():
             await self._step(stop)

@@ -74,7 +74,7 @@ BAD_TOKENS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("verb", ["match", "lock", "acquire", "insert"])
+@pytest.mark.parametrize("verb", ["match", "lock", "acquire", "prefetch", "insert"])
 async def test_tokens_that_are_not_a_sequence_of_ids_are_refused(scene: Scene, verb: str) -> None:
     call = getattr(scene.lease if verb == "insert" else scene.client, verb)
 
@@ -94,7 +94,7 @@ BAD_NAMESPACES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("verb", ["match", "lock", "acquire"])
+@pytest.mark.parametrize("verb", ["match", "lock", "acquire", "prefetch"])
 async def test_a_wrong_namespace_is_refused(scene: Scene, verb: str) -> None:
     for namespace, advice in BAD_NAMESPACES:
         with pytest.raises(InvalidRequest, match=advice):
@@ -116,6 +116,14 @@ BAD_ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
     ("acquire", {"timeout_s": NOT_A_NUMBER}, "timeout_s: .* finite number"),
     ("acquire", {"timeout_s": float("inf")}, "timeout_s: .* finite number"),
     ("acquire", {"timeout_s": "soon"}, "timeout_s: .* valid number"),
+    ("acquire", {"load": "perhaps"}, "load: .* valid boolean"),
+    ("acquire", {"load": None}, "load: .* valid boolean"),
+    ("acquire", {"load_timeout_s": -0.1}, "load_timeout_s: .* greater than or equal to 0"),
+    ("acquire", {"load_timeout_s": NOT_A_NUMBER}, "load_timeout_s: .* finite number"),
+    ("lock", {"load": "perhaps"}, "load: .* valid boolean"),
+    ("lock", {"timeout_s": -0.1}, "timeout_s: .* greater than or equal to 0"),
+    ("lock", {"timeout_s": "soon"}, "timeout_s: .* valid number"),
+    ("lock", {"load_timeout_s": float("inf")}, "load_timeout_s: .* finite number"),
     ("extend", {"num_tokens": 0}, "num_tokens must be a positive integer, not 0"),
     ("extend", {"num_tokens": -1}, "num_tokens must be a positive integer, not -1"),
     ("extend", {"num_tokens": 1.0}, "num_tokens must be a positive integer, not 1.0"),
@@ -128,6 +136,8 @@ BAD_ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
     ("evict", {"num_tokens": 1.0}, "num_tokens: .* valid integer"),
     ("evict", {"num_tokens": np.float64(1)}, "num_tokens: .* valid integer"),
     ("evict", {"num_tokens": np.int64(-1)}, "num_tokens: .* greater than or equal to 0"),
+    ("evict", {"num_tokens": 1, "tier": ""}, "tier: .* at least 1 character"),
+    ("evict", {"num_tokens": 1, "tier": None}, "tier: .* valid string"),
     ("extend", {"num_tokens": np.int64(0)}, "num_tokens must be a positive integer"),
 ]
 
@@ -136,10 +146,15 @@ BAD_ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
 async def test_an_argument_out_of_its_range_is_refused_by_name(
     scene: Scene, verb: str, arguments: dict[str, Any], advice: str
 ) -> None:
-    bound = {"acquire": lambda **given: scene.client.acquire([1], **given), "extend": scene.lease.extend}
+    client = scene.client
+    bound = {
+        "acquire": lambda **given: client.acquire([1], **given),
+        "lock": lambda **given: client.lock([1], **given),
+        "extend": scene.lease.extend,
+    }
 
     with pytest.raises(InvalidRequest, match=advice):
-        await bound.get(verb, scene.client.evict)(**arguments)
+        await bound.get(verb, client.evict)(**arguments)
 
 
 async def test_extend_refuses_a_bool(cache1: CacheUnderTest) -> None:
@@ -323,6 +338,7 @@ VERBS: dict[str, Callable[[PrefixCacheClient, Lease], Awaitable[Any]]] = {
     "match": lambda client, lease: client.match([1]),
     "lock": lambda client, lease: client.lock([1]),
     "acquire": lambda client, lease: client.acquire([1]),
+    "prefetch": lambda client, lease: client.prefetch([1]),
     "evict": lambda client, lease: client.evict(1),
     "reset": lambda client, lease: client.reset(),
     "stats": lambda client, lease: client.stats(),
