@@ -28,8 +28,8 @@ def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
     """Make a span `raydix.<verb>` of each request of every client in this process, from now on.
 
     The span lasts from the call to its result, with the time in the batch and in the queue. Its parent is the caller's
-    span. Its attributes are the lease, its epoch, and the tokens found, loaded or published, or the error. Verbs that are not
-    traced cost nothing more.
+    span. Its attributes are the lease, its epoch, and the tokens found, loaded or published, or the error. Verbs that
+    are not traced cost nothing more.
 
     Args:
         tracer_provider: of opentelemetry; None takes the process's provider.
