@@ -86,7 +86,7 @@ def table_of(f: dict[str, Any]) -> Table:
     )
     table.add_row("prompt tokens hit: taken from the cache", of_prompts(f["reused_tokens"]), "-")
     if "host_slots" in f:
-        table.add_row("... of those loaded from host memory", of_prompts(f["loaded_tokens"]), "-")
+        table.add_row("... loaded from host memory for the turn", of_prompts(f["loaded_tokens"]), "-")
     table.add_row("prompt tokens missed: computed", of_prompts(f["computed_tokens"]), of_prompts(tokens))
     for name, on_ms in f["first_token_ms_on"].items():
         off_ms = f["first_token_ms_off"][name]

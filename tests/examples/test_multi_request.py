@@ -15,7 +15,7 @@ from support.processes.command_line import run
 
 from raydix.actors.cli.demo import closing, table_of
 from raydix.actors.demo.run import broken_promises, demonstrate
-from raydix.actors.demo.workload import Workload, draw_conversations
+from raydix.actors.demo.workload import LONG_LOAD, Workload, draw_conversations
 from raydix.schemas.shown import percent
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_request.py"
@@ -49,15 +49,17 @@ async def test_a_small_load_keeps_every_promise_under_pressure(ray_cluster: None
 @pytest.mark.ray
 @pytest.mark.figures
 def test_the_example_prints_its_figures() -> None:
-    options = [str(each) for option in SMALL.items() for each in option]
+    check_figures(figures_of(*(part for option in SMALL.items() for part in option)))
 
-    command = [sys.executable, str(EXAMPLE), *options, "--json"]
+
+def figures_of(*options: object) -> dict[str, Any]:
+    """Return the figures of the example, which has kept its promises."""
+    command = [sys.executable, str(EXAMPLE), *map(str, options), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-
     assert done.returncode == 0, done.stdout + done.stderr
     figures: dict[str, Any] = json.loads(done.stdout)
     assert figures["not_kept"] == []
-    check_figures(figures)
+    return figures
 
 
 def check_figures(figures: dict[str, Any]) -> None:
@@ -81,6 +83,7 @@ FIGURES = {
     "shared_prefix_turns": 22,
     "prompt_tokens": 1000,
     "reused_tokens": 714,
+    "loaded_tokens": 0,
     "computed_tokens": 286,
     "first_token_ms_on": {"mean": 60.0, "p50": 50.0, "p95": 1_200.0},
     "first_token_ms_off": {"mean": 300.0, "p50": 290.0, "p95": 400.0},
@@ -98,8 +101,19 @@ FIGURES = {
 }
 
 
+HOST_FIGURES = {
+    "loaded_tokens": 350,
+    "host_slots": 10_240,
+    "host_tokens_written": 7_840,
+    "host_tokens_dropped": 96,
+    "long_loads": 3,
+    "long_load_ms_on": 45.0,
+    "long_load_ms_off": 310.0,
+}
+
+
 def text_of(table: Table) -> str:
-    console = Console(width=100, record=True, file=io.StringIO())
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
 
@@ -116,6 +130,44 @@ def test_the_table_begins_with_hit_and_miss_and_has_one_kind_of_star() -> None:
     assert ["... waiting at the same moment, at most", "3", ""] in rows
     assert "**" not in text
     assert text.count("* of the 22 turns that share a prefix with an earlier one") == 1
+
+
+def test_with_a_host_tier_the_table_names_the_loaded_tokens() -> None:
+    text = text_of(table_of(FIGURES | HOST_FIGURES))
+
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert rows[1] == ["... loaded from host memory for the turn", "350 (35.0 %)", "-"]
+    assert ["... median of 3 turns that loaded 512 tokens or more", "45 ms", "310 ms"] in rows
+    assert ["slots of the tier in host memory", "10,240", ""] in rows
+    assert ["... tokens written to it", "7,840", ""] in rows
+    assert ["... tokens evicted before they were written", "96", ""] in rows
+
+
+def test_without_long_loads_the_table_has_no_time_of_them() -> None:
+    none = {"long_loads": 0, "long_load_ms_on": None, "long_load_ms_off": None}
+
+    assert "512 tokens or more" not in text_of(table_of(FIGURES | HOST_FIGURES | none))
+
+
+@pytest.mark.more
+@pytest.mark.ray
+@pytest.mark.figures
+def test_a_small_pool_with_a_host_tier_hits_as_a_large_pool_does() -> None:
+    """The default load twice: in a pool of 3,584 slots with 10,240 below it, and in a pool of 10,240."""
+    tiered, large = (
+        figures_of(*sizes) for sizes in (("--pool-tokens", 3584, "--host-capacity", 10_240), ("--pool-tokens", 10_240))
+    )
+
+    print(
+        f"\nhit rate {tiered['hit_rate']:.3f} of {large['hit_rate']:.3f}, {tiered['loaded_tokens']:,} tokens loaded; "
+        f"first token of {tiered['long_loads']} turns that load {LONG_LOAD} tokens or more: "
+        f"{tiered['long_load_ms_on']:.0f} ms, computed {tiered['long_load_ms_off']:.0f} ms"
+    )
+    assert tiered["long_loads"] > 10
+    assert tiered["turns"] == tiered["identical_turns"] == large["identical_turns"]
+    assert tiered["hit_rate"] >= 0.95 * large["hit_rate"]
+    assert tiered["loaded_tokens"] > tiered["reused_tokens"] / 10
+    assert large["loaded_tokens"] == 0
 
 
 @pytest.mark.parametrize(
@@ -144,10 +196,12 @@ def test_a_pool_too_small_for_one_conversation_is_refused_at_once() -> None:
     [
         (("--conversations", 1, "--turns", 1), "no prompt shares a prefix with another"),
         (("--conversations", 3, "--turns", 1, "--system-prompts", 3, "--seed", 1), "no prompt shares a prefix"),
+        (("--host-capacity", 15), "--host-capacity must hold a page"),
+        (("--host-capacity", "1GiB"), "--host-capacity must be tokens"),
         (("--system-prompt-len", 33_000, "--pool-tokens", 65_536), "grows to 33256 tokens, but the model takes 32768"),
     ],
 )
-def test_a_load_that_shares_nothing_or_is_too_long_is_refused_at_once(
+def test_a_wrong_load_is_refused_at_once(
     options: tuple[object, ...], complaint: str
 ) -> None:
     assert complaint in run("demo", *options, exit_code=2).stderr
@@ -158,6 +212,12 @@ def test_a_load_that_shares_nothing_or_is_too_long_is_refused_at_once(
     [
         ({}, []),
         ({"hit_rate": 0.6}, ["hit rate above 60 %"]),
+        (
+            {"long_loads": 1, "long_load_ms_on": 51.0, "long_load_ms_off": 100.0},
+            ["first token of turns that load 512 tokens or more at least 2x sooner"],
+        ),
+        ({"long_loads": 1, "long_load_ms_on": 50.0, "long_load_ms_off": 100.0}, []),
+        ({"long_loads": 0, "long_load_ms_on": None, "long_load_ms_off": None}, []),
         ({"first_token_speedup": 2.9}, ["first token at least 3x sooner"]),
         ({"identical_turns": 23}, ["greedy answers identical with and without the cache"]),
     ],
