@@ -201,9 +201,7 @@ def test_a_pool_too_small_for_one_conversation_is_refused_at_once() -> None:
         (("--system-prompt-len", 33_000, "--pool-tokens", 65_536), "grows to 33256 tokens, but the model takes 32768"),
     ],
 )
-def test_a_wrong_load_is_refused_at_once(
-    options: tuple[object, ...], complaint: str
-) -> None:
+def test_a_wrong_load_is_refused_at_once(options: tuple[object, ...], complaint: str) -> None:
     assert complaint in run("demo", *options, exit_code=2).stderr
 
 
