@@ -58,7 +58,9 @@ class TierStats(PydanticMessage):
     swa: PoolStats | None = Field(default=None, description="its window slots, if there are any")
     states: PoolStats | None = Field(default=None, description="its recurrent states, if there are any")
     tokens_written: int = Field(default=0, description="tokens that came from the pool")
-    tokens_loaded: int = Field(default=0, description="of tokens_reused, the tokens that were loaded from here")
+    tokens_loaded: int = Field(
+        default=0, description="of tokens_reused and resumed_tokens_reused, those that were loaded from here"
+    )
     tokens_loaded_unused: int = Field(
         default=0, description="tokens that were loaded by a prefetch, or for a lease that ended meanwhile"
     )

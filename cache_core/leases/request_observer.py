@@ -28,7 +28,7 @@ class RequestObserver(Protocol):
         """Note that other leases can find more pages of a lease: `num_published_pages` in all."""
 
     def ended(self, lease: LeaseRecord) -> None:
-        """Note that a lease has ended."""
+        """Note that a lease has ended. If it has `filling_for`, its request was not answered, and begins again."""
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
         """Note that namespaces were made unmatchable. `is_meant(extra_key)` is True for each of them."""
