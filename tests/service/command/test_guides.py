@@ -48,6 +48,10 @@ PRINTED = {  # the output that a guide's comments promise
         "the worker holds 3 slots\nTrue\nLeaseExpired\n64\n",
     ],
     "fleet.md": ["960 tokens are at chat-", "1,000 tokens; cost = pending + 3 * uncached", "round_robin"],
+    "tiers.md": [
+        "0 512\n0 of 512 tokens hit; 512 more are on the host: acquire loads them\n0\n",
+        "\n512 of 612 tokens had KV, 512 were loaded\nTrue\n512\n512 of 612 tokens had KV, 0 were loaded\n512\n",
+    ],
     "size.md": ["2048 bytes a token, 128 MiB"],
     "deploy.md": ["True\n"],
     "commands.md": [
