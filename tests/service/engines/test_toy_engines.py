@@ -17,6 +17,7 @@ import pytest
 from support.engines.toy_caches import ToyCaches
 from support.engines.toy_engine import BLOCK, ToyEngine, prompts
 from support.more import more
+from support.tiers.demotion import demote
 from support.waiting import wait_until
 
 from raydix.actors.engines.block_copies import PoolTarget
@@ -32,6 +33,7 @@ from raydix.schemas import (
     InvalidRequest,
     LockRequest,
     ReleaseRequest,
+    TierStats,
 )
 from raydix.schemas.engine_namespace import CacheNamespace, namespace_of
 
@@ -244,6 +246,56 @@ def test_an_aborted_request_ends_its_lease_at_any_time(make_caches: MakeCaches) 
         engine.run_all()
 
     wait_until(lambda: caches.stats().open_leases == 0)
+
+
+# -------------------------------------------------------------------- a host tier below the pool
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_look_up_brings_what_has_left_the_pool_for_the_host(make_caches: MakeCaches, num_ranks: int) -> None:
+    caches = make_caches(num_ranks, host_tokens=4096)
+    one, other = caches.make_engine(), caches.make_engine(lookup_timeout_ms=60_000)
+    (prompt,) = prompts(1, 200)
+    computed = one.run(prompt, 20)
+    leave_pool(caches)
+    for gate in caches.gates:
+        gate.pass_chunks()
+
+    loaded = other.run(prompt, 20)
+
+    assert (loaded.num_hit, loaded.output) == (192, computed.output)
+    assert loaded.num_recomputed == 220 - 192
+    assert [host_of(caches, rank).tokens_loaded for rank in range(num_ranks)] == [192] * num_ranks
+    assert other.counts.take()["lookups"] == 1
+
+
+def test_a_request_whose_load_is_late_computes_and_the_next_one_hits(make_caches: MakeCaches) -> None:
+    caches = make_caches(host_tokens=4096)
+    engine, patient = caches.make_engine(lookup_timeout_ms=50), caches.make_engine(lookup_timeout_ms=60_000)
+    (prompt,) = prompts(1, 200)
+    engine.run(prompt)
+    leave_pool(caches)
+
+    request = engine.run(prompt)
+    assert (request.num_hit, request.num_recomputed) == (0, 201)
+    assert engine.counts.take()["lookup_timeouts"] == 1
+    caches.gates[0].pass_chunks()
+
+    assert patient.run(prompt).num_hit == 192
+
+
+def leave_pool(caches: ToyCaches) -> None:
+    """Have all KV written to the host tier, and evicted from the pool."""
+    for rank, cache in enumerate(caches.caches):
+        wait_until(lambda rank=rank: caches.stats(rank).open_leases == 0)  # type: ignore[misc]
+        caches.loop.run(demote(cache))
+        assert caches.stats(rank).tree_slots == 0
+
+
+def host_of(caches: ToyCaches, rank: int = 0) -> TierStats:
+    host = caches.stats(rank).host
+    assert host is not None
+    return host
 
 
 # -------------------------------------------------------------------- silence

@@ -6,25 +6,46 @@ from collections.abc import Callable
 from functools import partial
 
 from support.engines.toy_engine import BLOCK, ToyEngine, toy_kv
+from support.tiers.gated_loads import GatedLoads
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client.loop_thread import LoopThread
-from raydix.schemas import CacheConfig, CacheStats, LeaseConfig
+from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, HostConfig, LeaseConfig
 
 
-def toy_config(num_tokens: int = 4096, *, check: bool = True, page_size: int = BLOCK) -> CacheConfig:
+def toy_config(
+    num_tokens: int = 4096, *, check: bool = True, page_size: int = BLOCK, host_tokens: int = 0
+) -> CacheConfig:
     pool = toy_kv().pool_config(num_tokens, check=check)
-    return CacheConfig(page_size=page_size, pool=pool, leases=LeaseConfig(), validate=True)
+    config = CacheConfig(page_size=page_size, pool=pool, leases=LeaseConfig(), validate=True)
+    if not host_tokens:
+        return config
+    marks = EvictionConfig(high_watermark=0.99, low_watermark=0.98)
+    host = HostConfig(num_slots=host_tokens, reserve=0.99, load_timeout_s=60)  # All of the pool is written.
+    return CacheConfig.model_validate(config.model_copy(update={"host": host, "eviction": marks}))
 
 
 class ToyCaches:
-    """The caches of all ranks, on a loop of their own, and engines of them."""
+    """The caches of all ranks, on a loop of their own, and engines of them.
 
-    def __init__(self, num_ranks: int = 1, num_tokens: int = 4096, *, check: bool = True, page_size: int = BLOCK):
+    Args:
+        host_tokens: of a host tier below each cache, whose loads pass the gate in `gates`; 0: there is none.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int = 1,
+        num_tokens: int = 4096,
+        *,
+        check: bool = True,
+        page_size: int = BLOCK,
+        host_tokens: int = 0,
+    ) -> None:
         self.loop = LoopThread("toy-caches")
         self.check = check
-        config = toy_config(num_tokens, check=check, page_size=page_size)
-        self.caches = [self.loop.run(_make(config)) for _ in range(num_ranks)]
+        config = toy_config(num_tokens, check=check, page_size=page_size, host_tokens=host_tokens)
+        self.gates: list[GatedLoads] = []
+        self.caches = [self.loop.run(self._make(config)) for _ in range(num_ranks)]
         self.engines: list[ToyEngine] = []
 
     def make_engine(self, **options: object) -> ToyEngine:
@@ -37,13 +58,17 @@ class ToyCaches:
     def stats(self, rank: int = 0) -> CacheStats:
         return self.loop.run(self.caches[rank].stats())
 
+    async def _make(self, config: CacheConfig) -> LocalPrefixCache:
+        cache = LocalPrefixCache(config)
+        if config.host is not None:
+            self.gates.append(GatedLoads(cache))
+        return await cache.open()
+
     def close(self) -> None:
+        for gate in self.gates:
+            gate.pass_chunks()
         for engine in self.engines:
             engine.close()
         for cache in self.caches:
             self.loop.run(cache.close())
         self.loop.stop()
-
-
-async def _make(config: CacheConfig) -> LocalPrefixCache:
-    return await LocalPrefixCache(config).open()
