@@ -18,7 +18,7 @@ from support.tiers.gated_loads import PAGE, GatedLoads, host_config, publish_on_
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, acquire_ranks
 from raydix.actors.client.lease import Loaded
 from raydix.actors.service.unix_socket_server import UnixSocketServer
-from raydix.schemas import CacheError, CacheStats, TierStats
+from raydix.schemas import CacheError, CacheStats, InvalidRequest, TierStats
 
 PROMPT = list(range(1, 4 * PAGE + 1))
 ALL = len(PROMPT)
@@ -180,9 +180,9 @@ async def test_a_load_that_fails_gives_a_shorter_prefix(scene: Scene, verb: str)
 
 
 async def test_a_late_load_gives_a_shorter_prefix(scene: Scene) -> None:
-    task = asyncio.ensure_future(scene.client.acquire(PROMPT, load_timeout_s=0.01))
+    task = asyncio.ensure_future(scene.client.acquire(PROMPT, load_timeout_s=100))
     await scene.gate.until_begun()
-    await asyncio.sleep(0.02)
+    scene.gate.late_s = 100.0
     scene.gate.pass_chunks()
 
     check_loaded(lease := await task, PAGE)
@@ -343,12 +343,14 @@ async def test_each_tier_evicts_its_own_kv(scene: Scene) -> None:
     scene.gate.pass_chunks()
     await (await scene.client.acquire(PROMPT)).release()
 
+    assert (await scene.client.evict(10**6, tier="device")).num_evicted == ALL
+    found = await scene.client.match(PROMPT)
+    assert (found.prefix_len, found.host_len) == (0, ALL)
     assert (await scene.client.evict(10**6, tier="host")).num_evicted == 2 * ALL
     found = await scene.client.match(PROMPT)
-    assert (found.prefix_len, found.host_len) == (ALL, ALL)
-    await scene.client.evict(10**6, tier="device")
-    found = await scene.client.match(PROMPT)
     assert (found.prefix_len, found.host_len) == (0, 0)
+    with pytest.raises(InvalidRequest, match="tier must be one of 'device', 'host', not 'disk'"):
+        await scene.client.evict(1, tier="disk")
 
 
 # ---------------------------------------------------------------- ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 from support.tiers.demotion import demote
 
@@ -35,11 +36,13 @@ class GatedLoads:
     Attributes:
         num_begun: pages of which the load has begun.
         fails: loads that go through fail.
+        late_s: seconds by which the copier's clock is ahead: a load ends behind its chunk once its time is over.
     """
 
     def __init__(self, cache: LocalPrefixCache) -> None:
         self.num_begun = 0
         self.fails = False
+        self.late_s = 0.0
         self._may_pass = threading.Semaphore(0)
         tiers = cache.service.tiers
         assert tiers is not None
@@ -57,7 +60,7 @@ class GatedLoads:
             load(plan, start, stop)
 
         copies.load = gated  # type: ignore[method-assign]
-        return Copier(copies, chunk_bytes=1)
+        return Copier(copies, chunk_bytes=1, clock=lambda: time.monotonic() + self.late_s)
 
     def pass_chunks(self, number: int = 10**6) -> None:
         """Let chunks through, also later ones."""
