@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.caches.cache_in_process import HandleInProcess
 from support.more import more
+from support.tiers.demotion import demote
 from support.tiers.gated_loads import PAGE, GatedLoads, host_config, publish_on_host
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, acquire_ranks
@@ -353,7 +354,40 @@ async def test_each_tier_evicts_its_own_kv(scene: Scene) -> None:
         await scene.client.evict(1, tier="disk")
 
 
+def test_plain_calls_load_too() -> None:
+    with LocalPrefixCache(host_config(validate=False)).sync as cache:
+        with cache.acquire(PROMPT) as lease:
+            lease.insert(PROMPT)
+        cache.run(demote(cache.client))  # type: ignore[arg-type]
+        assert cache.match(PROMPT).host_len == ALL
+
+        with cache.acquire(PROMPT, load=False) as lease:
+            assert lease.loaded == Loaded()
+        with cache.lock(PROMPT, timeout_s=1, load_timeout_s=60) as lease:
+            assert (lease.prefix_len, lease.loaded) == (ALL, Loaded(ALL))
+        assert cache.prefetch(PROMPT) == 0
+        assert cache.evict(10**6, tier="host").num_evicted == ALL
+
+
 # ---------------------------------------------------------------- ranks
+
+
+async def test_each_rank_loads_what_its_pool_lacks() -> None:
+    caches = [LocalPrefixCache(host_config()) for _ in range(2)]
+    gates = [GatedLoads(cache) for cache in caches]
+    async with caches[0], caches[1]:
+        for cache, gate in zip(caches, gates, strict=True):
+            await publish_on_host(cache, PROMPT)
+            gate.pass_chunks()
+        async with caches[1].acquire(PROMPT):  # the second one has it in its pool again
+            pass
+
+        leases = await acquire_ranks(caches, [*PROMPT, 99], load_timeout_s=60)
+
+        assert [lease.prefix_len for lease in leases] == [ALL, ALL]
+        assert [lease.loaded for lease in leases] == [Loaded(ALL), Loaded()]
+        for lease in leases:
+            await lease.release()
 
 
 async def test_the_shortest_prefix_of_all_ranks_counts() -> None:

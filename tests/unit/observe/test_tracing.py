@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.caches.cache_under_test import small_config
+from support.tiers.gated_loads import host_config, publish_on_host
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client.tracing import stop_tracing, trace_verbs, traced_verbs
@@ -51,6 +52,7 @@ async def test_each_request_of_a_batch_has_its_span_below_its_caller(spans: Any)
         own = [span for span in traced if callers[span.parent.span_id] == f"request {number}"]
         assert [span.name for span in own] == ["raydix.acquire", "raydix.insert", "raydix.release"]
         assert {span.attributes["raydix.lease"] for span in own} == {lease}
+        assert own[0].attributes["raydix.loaded_len"] == 0
         assert own[1].attributes["raydix.num_inserted"] == 3
 
 
@@ -64,6 +66,19 @@ def test_plain_calls_are_traced_as_long_as_the_others(spans: Any) -> None:
 
     names = [span.name for span in spans.get_finished_spans()]
     assert names == ["raydix.acquire", "raydix.insert", "raydix.release", "raydix.match"]
+
+
+async def test_the_span_of_a_request_has_its_loaded_tokens(spans: Any) -> None:
+    prompt = list(range(16))
+    async with LocalPrefixCache(host_config()) as cache:
+        await publish_on_host(cache, prompt)
+        spans.clear()
+        await cache.match(prompt)
+        await (await cache.acquire(prompt, load_timeout_s=60)).release()
+
+    found, leased, _ = spans.get_finished_spans()
+    assert (found.attributes["raydix.prefix_len"], found.attributes["raydix.host_len"]) == (0, 16)
+    assert (leased.attributes["raydix.prefix_len"], leased.attributes["raydix.loaded_len"]) == (16, 16)
 
 
 async def test_a_refused_request_tells_its_error(spans: Any) -> None:
