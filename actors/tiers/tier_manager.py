@@ -76,6 +76,8 @@ class TierManager:
         self._after_writes: list[Callable[[], object]] = []
         self._has_written = False  # since all that is to be written was looked at
         self._load_bytes_per_s: float | None = None
+        self._verifies = config.validate and pool is not None and pool.storage.device.type == "cpu"
+        self._difference: str | None = None  # first page that a copy has changed
         # The background task evicts down to the low watermark: all of that is written before.
         share, upper = max(self.config.reserve, 1 - config.eviction.low_watermark), moves.upper.cache
         swa, states = upper.allocator.swa, upper.pools.states
@@ -200,6 +202,7 @@ class TierManager:
         del self._writes[batch]
         if copied.end == "failed":
             self._has_written = False  # it may fail again: the pool must change before it is tried
+        self._verify(batch, copied)
         for move, num_pages, is_whole in batch.results(copied):
             self.moves.finish(move, num_pages, is_whole)
         if not self._writes:
@@ -283,6 +286,7 @@ class TierManager:
             return
         assert self.copier is not None
         self._load_bytes_per_s = self.copier.counts(loads=True).bytes_per_s
+        self._verify(batch, copied)
         ((_, num_pages, is_whole),) = batch.results(copied)
         finished = self.moves.finish(move, num_pages, is_whole)
         if (owner := self._owners.pop(move, None)) is not None:
@@ -335,7 +339,9 @@ class TierManager:
         self.copier.stop_all()
         for move, copy in self._loads.items():
             assert copy.result is not None
-            ((_, num_pages, is_whole),) = MoveBatch((move,)).results(copy.result)
+            batch = MoveBatch((move,))
+            self._verify(batch, copy.result)
+            ((_, num_pages, is_whole),) = batch.results(copy.result)
             self.moves.finish(move, num_pages, is_whole)
         self._loads.clear()
         for batch, copy in list(self._writes.items()):
@@ -356,21 +362,23 @@ class TierManager:
 
     # ---------------------------------------------------------------- checks
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError if a rule of either tier or of a move is broken, or a page differs between the tiers.
+    def _verify(self, batch: MoveBatch, copied: Copied) -> None:
+        """With `CacheConfig.validate`, compare what was copied with its source. O(bytes).
 
-        O(n), and O(bytes) of the pages that both tiers have if the pool is on the CPU.
+        Later the two may differ: a page that was evicted from the pool is computed again with other roundings.
+        """
+        if not self._verifies or self._copies is None or self._difference is not None:
+            return
+        plan, num_pages = batch.plan, copied.num_pages
+        confirmed = plan if copied.end == "whole" else CopyPlan(plan.upper[:num_pages], plan.lower[:num_pages])
+        if (num_pages or copied.end == "whole") and (page := self._copies.first_difference(confirmed)) is not None:
+            key = batch.moves[0].key
+            self._difference = f"page {page} of a copy differs between the tiers; its first move is of {key}"
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rule of either tier or of a move is broken, or a copy differs from its source.
+
+        O(n). Copies are compared as they end, and with `CacheConfig.validate` alone.
         """
         self.moves.check_invariants()
-        copies, pool = self._copies, self._pool
-        if copies is None or pool is None or pool.storage.device.type != "cpu":
-            return
-        upper, lower = (tier.cache.radix for tier in (self.moves.upper, self.moves.lower))
-        for leaf in lower.parts.nodes():
-            if leaf.children or not leaf.data or not leaf.namespace.live:
-                continue
-            path = lower.path_to(leaf)
-            _, starts = upper.locate(path.key, len(path.key))
-            plan = CopyPlan(starts, path.starts[: len(starts)])
-            page = copies.first_difference(plan) if len(starts) else None
-            assert page is None, f"page {page} of {path.key} differs between the tiers"
+        assert self._difference is None, self._difference

@@ -101,3 +101,15 @@ async def test_logits_after_loads_are_those_after_hits_in_the_pool(served: Serve
     stats = await served.cache.stats()
     assert stats.host is not None
     assert stats.host.tokens_loaded == sum(answer.loaded_len for answer in loaded)
+
+
+async def test_pages_that_are_computed_again_differ_in_both_tiers_and_break_no_rule(served: Served) -> None:
+    prompt = MESSAGES[0]
+    await served.worker.generate(prompt, NUM_NEW)  # Its last page has a part of the prompt and a part of the answer.
+    await demote(served.cache)
+
+    again = await served.worker.generate(prompt, NUM_NEW)
+    await served.cache.check_invariants()
+    scratch = await served.worker.generate(prompt, NUM_NEW, reuse=False)
+
+    assert again.token_ids == scratch.token_ids
