@@ -152,6 +152,22 @@ def test_without_long_loads_the_table_has_no_time_of_them() -> None:
 @pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.figures
+async def test_a_small_load_keeps_every_promise_above_a_host_tier(ray_cluster: None) -> None:
+    options = {option[2:].replace("-", "_"): value for option, value in SMALL.items()}
+    load = Workload(**options | {"pool_tokens": 2176, "host_tokens": 4096})
+
+    figures = await demonstrate(load, Console(file=io.StringIO()))
+
+    print(f"\n{ {name: figures[name] for name in ('hit_rate', *HOST_FIGURES)} }")
+    assert broken_promises(figures, load) == []
+    assert figures["hit_rate"] > 0.7  # it depends on the order of requests
+    assert figures["loaded_tokens"] > 0
+    assert figures["host_slots"] == 4096
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.figures
 def test_a_small_pool_with_a_host_tier_hits_as_a_large_pool_does() -> None:
     """The default load twice: in a pool of 3,584 slots with 10,240 below it, and in a pool of 10,240."""
     tiered, large = (
