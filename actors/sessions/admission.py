@@ -190,6 +190,8 @@ class Admission:
             return self._open(asked, waiter)
         assert type(request) is AcquireRequest
         self._check_binding(asked.session_id, request)  # it may have to wait before its first attempt
+        if (open_lease := self._core.leases.find_unended(request.lease_id, asked.session_id)) is not None:
+            return self._answer(asked, open_lease)  # it is a retry, so it waits for no room
         if request.timeout_s == 0:
             queue.serve()  # earlier requests of the batch may have made room for all
         if not queue.waiting or self._may_overtake(asked.key, asked.num_tokens):
