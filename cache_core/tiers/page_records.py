@@ -309,14 +309,20 @@ class PageCopies:
 
     def first_difference(self, plan: CopyPlan) -> int | None:
         """Return the first page that differs between the two pools, for checks; None: all are equal. O(bytes)."""
-        for page in range(max(1, len(plan))):
-            for kind, upper, lower in plan.parts(page, min(page + 1, len(plan))):
-                if kind in self._copies and not self._are_equal(kind, upper, lower):
-                    return page
-        return None
+        kinds = ("full", Pairs(plan.upper, plan.lower, np.arange(len(plan)))), *plan.extras
+        pages = [page for kind, pairs in kinds for page in self._differing(kind, pairs)]
+        return min(min(pages), max(0, len(plan) - 1)) if pages else None
 
-    def _are_equal(self, kind: Kind, upper: Starts, lower: Starts) -> bool:
-        records = self._records[kind]
-        found = records.new_empty(len(upper), records.shape[1])
-        self._upper.gather(upper, found, kind)
-        return torch.equal(found, records[torch.from_numpy(self._lower.rows(lower, kind))])
+    def _differing(self, kind: Kind, pairs: Pairs) -> Iterator[int]:
+        """Yield the page of the first record that differs, if there is one."""
+        size = self._upper.num_bytes(kind)
+        step = max(1, CHUNK_BYTES // size) if size else len(pairs.pages) + 1
+        for first in range(0, len(pairs.pages) if size else 0, step):
+            upper, lower, pages = (part[first : first + step] for part in pairs)
+            records = self._records[kind]
+            found = records.new_empty(len(upper), records.shape[1])
+            self._upper.gather(upper, found, kind)
+            differs = (found != records[torch.from_numpy(self._lower.rows(lower, kind))]).any(dim=1)
+            if differs.any():
+                yield int(pages[int(differs.to(torch.uint8).argmax())])
+                return
