@@ -384,6 +384,8 @@ class KVCache(LeasedCache):
             num_new = self._publish(lease, key, first, len(key) // page, tenant).num_inserted
         if state_slot is not None:
             self.pools.publish_state(state_slot, lease.node)
+        if self._names_ends:
+            self.tree.name_end(lease.node, first * page)
         return num_new
 
     def end_quietly(self, lease: LeaseRecord, is_use: bool = False) -> None:
