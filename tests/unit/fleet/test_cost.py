@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from raydix.actors.fleet.cost import Candidate, choose, compared, cost
+from raydix.actors.fleet.cost import Candidate, TierColumns, choose, compared, cost
 from raydix.cache_core import PageIndex
 
 
@@ -91,3 +91,56 @@ def test_without_a_prefix_and_without_random_ones_some_cache_is_compared() -> No
 
     assert [len(compared(index, PAGES, range(100), count, Random(0))) for count in (0, 1, 3, 200)] == [1, 1, 3, 100]
     assert compared(index_of(100, {5: 1}), PAGES, range(100), 0, Random(0)) == {5: (1, 1)}
+
+
+# ---------------------------------------------------------------- tiers
+
+WANTED = 24  # caches to compare; the others' runs are in the index, too
+
+
+def random_index(rng: Random, num_caches: int) -> tuple[PageIndex, dict[int, int]]:
+    """Return an index of caches with and without a tier below, and the columns of these tiers by cache."""
+    index, below = PageIndex(), {}
+    for cache in range(num_caches):
+        assert index.add_column() == cache
+        index.apply_snapshot(cache, "e", 0, PAGES[: rng.choice((0, 0, 0, rng.randrange(10)))])
+        if rng.random() < 0.1:
+            index.promise(cache, PAGES[: rng.randrange(1, 10)])
+    for cache in range(num_caches):
+        if rng.random() < 0.7:
+            below[cache] = index.add_column()
+            index.apply_snapshot(below[cache], "e", 0, PAGES[: rng.choice((0, 0, rng.randrange(10)))])
+    return index, below
+
+
+@pytest.mark.parametrize("num_caches", [WANTED - 10, WANTED, WANTED + 10])
+@pytest.mark.parametrize("seed", range(30))
+def test_with_tiers_the_longest_are_those_of_either_column(seed: int, num_caches: int) -> None:
+    rng = Random(seed)
+    index, below = random_index(rng, num_caches)
+    columns = rng.sample(range(num_caches), min(WANTED, num_caches))
+    tiers = TierColumns({cache: below[cache] for cache in columns if cache in below})
+
+    runs = compared(index, PAGES, columns, 2, rng, tiers=tiers)
+
+    held = dict.fromkeys(range(index.num_columns), (0, 0))
+    held |= {column: (stored, expected) for column, stored, expected in index.prefix_runs(PAGES)}
+    chosen = [column for column in runs if column in columns]
+    assert set(runs) == {*chosen, *(below[cache] for cache in chosen if cache in below)}
+    assert all(run == held[column] for column, run in runs.items())
+    reach = {cache: max(held[cache][1], held[below[cache]][1] if cache in below else 0) for cache in columns}
+    if len(columns) <= 16:
+        assert sorted(chosen) == sorted(columns)
+        return
+    assert 1 <= len(chosen) <= 4
+    best = sorted(filter(None, reach.values()), reverse=True)[:2]
+    assert sorted((reach[cache] for cache in chosen), reverse=True)[: len(best)] == best
+
+
+def test_without_any_prefix_in_a_tier_some_cache_is_compared() -> None:
+    index = index_of(100, {})
+    tiers = TierColumns({cache: index.add_column() for cache in range(100)})
+
+    sizes = [len(compared(index, PAGES, range(100), count, Random(0), tiers=tiers)) for count in (0, 1, 3, 200)]
+
+    assert sizes == [2, 2, 6, 200]

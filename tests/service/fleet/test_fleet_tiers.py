@@ -1,0 +1,197 @@
+"""Routes to caches with host tiers: a prefix to load is worth less than one in the pool, and more than none."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from support.fleet.running_fleet import STRIDE, caught_up, local_fleet, prompt, publish, slim, until
+from support.more import more
+
+from raydix.actors import LocalPrefixCache
+from raydix.actors.fleet import cost, members
+from raydix.schemas import EvictRequest, HostConfig, PoolConfig, RouteConfig
+
+HOST = HostConfig(num_slots=16_384)
+TIERED = slim(host=HOST)
+THREE = {"a": TIERED, "b": TIERED, "c": slim()}
+
+
+@pytest.fixture(autouse=True)
+def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have routers look for caches more often."""
+    monkeypatch.setattr(members, "_LOOK_S", 0.05)
+
+
+async def evict(cache: LocalPrefixCache, tier: str, num_tokens: int = 16_384) -> None:
+    """Evict tokens of a tier; those of the pool are written to the host before."""
+    await cache.session.ask(EvictRequest(num_tokens=num_tokens, tier=tier))
+
+
+async def test_a_prefix_on_the_host_is_chosen_before_none_and_after_one_in_a_pool() -> None:
+    async with local_fleet(THREE) as (fleet, caches):
+        await publish(caches["a"], prompt(1, 4))
+        await evict(caches["a"], "device")
+        await caught_up(fleet, dict(caches))
+
+        route = await fleet.route(prompt(1, 5, more=7))
+        assert (route.cache, route.prefix_len, route.promised_len) == ("a", 0, 0)
+        assert (route.host_len, route.loading_tokens, route.uncached_tokens) == (4 * STRIDE, 4 * STRIDE, STRIDE + 7)
+        assert f"0 pending + 3 * ({STRIDE + 7} uncached + 0.1 * {4 * STRIDE} to load) tokens" in route.why
+        assert route.pending_tokens == 0
+        assert fleet.stats().caches[0].pending_tokens == int(STRIDE + 7 + 0.1 * 4 * STRIDE)
+        route.cancel()
+
+        await publish(caches["c"], prompt(1, 4))
+        await caught_up(fleet, dict(caches))
+        route = await fleet.route(prompt(1, 5, more=7))
+        assert (route.cache, route.prefix_len, route.host_len, route.loading_tokens) == ("c", 4 * STRIDE, 0, 0)
+        assert "to load" not in route.why
+        route.cancel()
+
+
+async def test_an_explanation_has_the_tokens_of_both_tiers() -> None:
+    async with local_fleet(THREE, config=RouteConfig(weight=2, tier_cost={"CPU": 0.25})) as (fleet, caches):
+        await publish(caches["a"], prompt(1, 2), prompt(1, 4))
+        await evict(caches["a"], "device", 2 * STRIDE)  # the later part is on the host alone
+        await publish(caches["b"], prompt(1, 3))
+        await caught_up(fleet, dict(caches))
+
+        found = fleet.explain(prompt(1, 5))
+        assert (found.weight, found.tier_cost) == (2, {"CPU": 0.25, "STORAGE": 0.4})
+        rows = [
+            (row.cache, row.prefix_len, row.host_len, row.loading_tokens, row.uncached_tokens, row.cost)
+            for row in found.candidates
+        ]
+        assert rows == [
+            ("a", 2 * STRIDE, 4 * STRIDE, 2 * STRIDE, STRIDE, 2 * (STRIDE + 0.25 * 2 * STRIDE)),
+            ("b", 3 * STRIDE, 3 * STRIDE, 0, 2 * STRIDE, 2 * 2 * STRIDE),
+            ("c", 0, 0, 0, 5 * STRIDE, 2 * 5 * STRIDE),
+        ]
+        pages = {row.cache: (row.pages, row.host_pages) for row in fleet.stats().caches}
+        assert pages == {"a": (2, 4), "b": (3, 0), "c": (0, 0)}
+
+
+@pytest.mark.parametrize(("share", "winner"), [(0.0, "a"), (0.74, "a"), (0.76, "b"), (1.0, "b")])
+async def test_the_share_of_a_loaded_token_decides(share: float, winner: str) -> None:
+    async with local_fleet({"a": TIERED, "b": TIERED}, config=RouteConfig(tier_cost={"CPU": share})) as (fleet, caches):
+        await publish(caches["a"], prompt(1, 4))
+        await evict(caches["a"], "device")
+        await publish(caches["b"], prompt(1, 1))
+        await caught_up(fleet, dict(caches))
+
+        assert (await fleet.route(prompt(1, 4))).cache == winner
+
+
+async def test_a_loaded_prefix_is_in_the_pool_for_the_next_route() -> None:
+    async with local_fleet({"a": TIERED}) as (fleet, caches):
+        await publish(caches["a"], prompt(1, 4))
+        await evict(caches["a"], "device")
+        await caught_up(fleet, dict(caches))
+
+        async with fleet.acquire(prompt(1, 4, more=1)) as lease:
+            assert lease.prefix_len == 4 * STRIDE
+        await caught_up(fleet, dict(caches))
+        route = await fleet.route(prompt(1, 4))
+        assert (route.prefix_len, route.host_len, route.loading_tokens) == (4 * STRIDE, 4 * STRIDE, 0)
+        assert fleet.stats().caches[0].missed_tokens == 0
+        await caches["a"].reset()
+        await until(lambda: [row.host_pages for row in fleet.stats().caches] == [0])
+
+
+async def test_the_host_of_an_engine_is_the_least_of_its_ranks() -> None:
+    async with local_fleet({"e-tp0": TIERED, "e-tp1": TIERED, "f": slim()}) as (fleet, caches):
+        await until(lambda: set(fleet.columns()) == {"e", "f"})
+        for name, strides in (("e-tp0", 4), ("e-tp1", 3)):
+            await publish(caches[name], prompt(1, strides))
+        await evict(caches["e-tp0"], "device")
+        column = fleet.members.feeds["e-tp0"].columns["host"]
+        await until(lambda: fleet.index.num_pages(column) == 4)
+        await until(lambda: fleet.index.num_pages(fleet.members.feeds["e-tp0"].columns["device"]) == 0)
+
+        row = {row.cache: row for row in fleet.explain(prompt(1, 5)).candidates}["e"]
+        assert (row.prefix_len, row.host_len, row.loading_tokens) == (0, 3 * STRIDE, 3 * STRIDE)
+        assert row.uncached_tokens == 2 * STRIDE
+        route = await fleet.route(prompt(1, 5))
+        assert (route.cache, route.host_len, route.loading_tokens) == ("e", 3 * STRIDE, 3 * STRIDE)
+        assert {row.cache: row.host_pages for row in fleet.stats().caches} == {"e": 0, "f": 0}
+
+
+async def test_among_many_caches_the_prefixes_on_hosts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "MAX_ALL", 3)
+    configs = {f"c{number}": TIERED if number % 2 else slim() for number in range(6)}
+    async with local_fleet(configs, config=RouteConfig(num_random=0)) as (fleet, caches):
+        await publish(caches["c0"], prompt(1, 2))
+        for name, strides in (("c3", 4), ("c5", 3)):
+            await publish(caches[name], prompt(1, strides))
+            await evict(caches[name], "device")
+        await caught_up(fleet, dict(caches))
+
+        assert [row.cache for row in fleet.explain(prompt(1, 5)).candidates] == ["c3", "c5"]
+        route = await fleet.route(prompt(1, 5), among=["c0", "c1", "c2", "c4", "c5"])
+        assert (route.cache, route.host_len) == ("c5", 3 * STRIDE)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"sliding_window_size": 2 * STRIDE, "pool": PoolConfig(num_slots=512, num_swa_slots=512)},
+    "states": {"kind": "mamba", "pool": PoolConfig(num_slots=512, num_state_slots=6)},
+    "both": {
+        "kind": "mamba",
+        "sliding_window_size": 2 * STRIDE,
+        "pool": PoolConfig(num_slots=512, num_swa_slots=512, num_state_slots=6),
+    },
+}
+
+
+@pytest.mark.parametrize("seed", [0, *more(1, 2, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_route_knows_what_the_cache_finds_in_both_tiers(kind: str, seed: int) -> None:
+    rng = Random(seed)
+    fields = {"pool": PoolConfig(num_slots=512), "host": HostConfig(num_slots=2_048)} | KINDS[kind]
+    async with local_fleet({"a": slim(events_stride_tokens=16, **fields)}) as (fleet, caches):
+        cache, has_states, num_deeper = caches["a"], kind in ("states", "both"), 0
+        for _ in range(40):
+            tokens = prompt(rng.randrange(4), rng.randrange(1, 5), 16 * rng.randrange(2))
+            async with cache.acquire(tokens) as lease:
+                await lease.insert(tokens, publish_state=has_states)
+            if rng.random() < 0.3:
+                await evict(cache, rng.choice(("device", "host")), rng.randrange(1, 400))
+        await caught_up(fleet, dict(caches))
+
+        for first in range(4):
+            tokens = prompt(first, 5)
+            (row,) = fleet.explain(tokens).candidates
+            found = await cache.match(tokens)
+            assert (row.prefix_len, row.host_len) == (found.prefix_len, found.host_len)
+            num_deeper += row.host_len > row.prefix_len
+        assert num_deeper
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def test_the_shares_of_other_media_stay_as_they_are() -> None:
+    assert RouteConfig().tier_cost == {"CPU": 0.1, "STORAGE": 0.4}
+    assert RouteConfig(tier_cost={"CPU": 1}).tier_cost == {"CPU": 1.0, "STORAGE": 0.4}
+    assert RouteConfig(tier_cost={}).tier_cost == {"CPU": 0.1, "STORAGE": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"GPU": 0.1}, "'CPU' or 'STORAGE'"),
+        ({"cpu": 0.1}, "'CPU' or 'STORAGE'"),
+        ({"CPU": 1.5}, "less than or equal to 1"),
+        ({"CPU": -0.1}, "greater than or equal to 0"),
+        ({"CPU": float("nan")}, "finite|greater"),
+        ({"STORAGE": "much"}, "valid number"),
+        (0.1, "valid dictionary"),
+    ],
+)
+def test_a_wrong_share_is_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message) as caught:
+        RouteConfig(tier_cost=wrong)
+    assert "tier_cost" in str(caught.value)
