@@ -122,20 +122,26 @@ def _listing(rows: list[dict[str, Any]], stats: FleetStats) -> Group:
 
 
 def _loads(stats: FleetStats) -> Group:
-    table = table_of("cache", ">pages", ">pending", ">waiting", ">unpublished", ">leased", ">private slots")
+    on_host = [">on host"] if any(load.host_pages for load in stats.caches) else []
+    table = table_of("cache", ">pages", *on_host, ">pending", ">waiting", ">unpublished", ">leased", ">private slots")
     for load in stats.caches:
-        counts = (load.pages, load.pending_tokens, load.waiting_tokens, load.unpublished_tokens, load.leased_tokens)
-        table.add_row(shown(load.cache), *(f"{count:,}" for count in (*counts, load.private_slots)))
+        pages = (load.pages, load.host_pages) if on_host else (load.pages,)
+        counts = (load.pending_tokens, load.waiting_tokens, load.unpublished_tokens, load.leased_tokens)
+        table.add_row(shown(load.cache), *(f"{count:,}" for count in (*pages, *counts, load.private_slots)))
     note = f"pages are of {stats.stride_tokens} tokens each; the other counts are tokens" if stats.caches else _ADVICE
     return Group(table, *_left_out(stats.left_out), note)
 
 
 def _costs(answer: dict[str, Any]) -> Group:
-    table: Table = table_of("cache", ">cost", ">prefix", ">promised", ">uncached", ">pending")
+    has_hosts = any(row["host_len"] for row in answer["candidates"])
+    to_load = [">to load"] if has_hosts else []
+    table: Table = table_of("cache", ">cost", ">prefix", ">promised", *to_load, ">uncached", ">pending")
     for row in answer["candidates"]:
-        lengths = (row["prefix_len"], row["promised_len"], row["uncached_tokens"], row["pending_tokens"])
+        loading = [row["loading_tokens"]] if has_hosts else []
+        lengths = (row["prefix_len"], row["promised_len"], *loading, row["uncached_tokens"], row["pending_tokens"])
         table.add_row(shown(row["cache"]), f"{row['cost']:,.0f}", *(f"{length:,}" for length in lengths))
-    note = f"{answer['num_tokens']:,} tokens; cost = pending + {answer['weight']:g} * uncached"
+    price = f"(uncached + {answer['tier_cost']['CPU']:g} * to load)" if has_hosts else "uncached"
+    note = f"{answer['num_tokens']:,} tokens; cost = pending + {answer['weight']:g} * {price}"
     return Group(table, *_left_out(answer["left_out"]), note if answer["candidates"] else _ADVICE)
 
 

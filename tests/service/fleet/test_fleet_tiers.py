@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.fleet.running_fleet import STRIDE, caught_up, local_fleet, prompt, publish, slim, until
+from support.fleet.running_fleet import STRIDE, caught_up, check_index, local_fleet, prompt, publish, slim, until
 from support.more import more
 
 from raydix.actors import LocalPrefixCache
@@ -101,6 +101,51 @@ async def test_a_loaded_prefix_is_in_the_pool_for_the_next_route() -> None:
         await until(lambda: [row.host_pages for row in fleet.stats().caches] == [0])
 
 
+async def test_what_earlier_routes_promise_is_not_loaded_again() -> None:
+    async with local_fleet({"a": TIERED}) as (fleet, caches):
+        await publish(caches["a"], prompt(1, 4))
+        await evict(caches["a"], "device")
+        await caught_up(fleet, dict(caches))
+
+        first = await fleet.route(prompt(1, 3))
+        assert (first.loading_tokens, first.uncached_tokens) == (3 * STRIDE, 0)
+        later = await fleet.route(prompt(1, 5))
+        assert (later.promised_len, later.host_len) == (3 * STRIDE, 4 * STRIDE)
+        assert (later.loading_tokens, later.uncached_tokens) == (STRIDE, STRIDE)
+
+
+async def test_a_cache_may_come_back_with_and_without_a_host_tier() -> None:
+    async with local_fleet({"a": TIERED}) as (fleet, caches):
+        for config in (TIERED, TIERED, slim(), slim(), TIERED):
+            await caches["a"].close()
+            caches["a"] = LocalPrefixCache(config)
+            await publish(caches["a"], prompt(1, 2))
+            await check_index(fleet, dict(caches))
+            if config is TIERED:
+                await evict(caches["a"], "device")
+                await caught_up(fleet, dict(caches))
+
+            route = await fleet.route(prompt(1, 2))
+            found = (route.prefix_len, route.host_len)
+            assert found == ((0, 2 * STRIDE) if config is TIERED else (2 * STRIDE, 0))
+            route.cancel()
+
+
+async def test_lost_events_of_a_host_are_replaced_by_a_snapshot_of_it() -> None:
+    async with local_fleet({"a": TIERED}) as (fleet, caches):
+        feed = caches["a"]._host.service.feeds.feed("host")
+        column, num_snapshots = fleet.members.feeds["a"].columns["host"], fleet.members.feeds["a"].num_snapshots
+        feed._max_bytes = 0  # each batch is dropped before it is read
+        await publish(caches["a"], prompt(1, 4))
+        await publish(caches["a"], prompt(2, 1))
+        await evict(caches["a"], "device")
+
+        await until(lambda: fleet.members.feeds["a"].num_snapshots > num_snapshots)
+        await until(lambda: fleet.index.num_pages(column) == 5)
+        feed._max_bytes = 2**20
+        await check_index(fleet, dict(caches))
+
+
 async def test_the_host_of_an_engine_is_the_least_of_its_ranks() -> None:
     async with local_fleet({"e-tp0": TIERED, "e-tp1": TIERED, "f": slim()}) as (fleet, caches):
         await until(lambda: set(fleet.columns()) == {"e", "f"})
@@ -132,6 +177,24 @@ async def test_among_many_caches_the_prefixes_on_hosts_are_found(monkeypatch: py
         assert [row.cache for row in fleet.explain(prompt(1, 5)).candidates] == ["c3", "c5"]
         route = await fleet.route(prompt(1, 5), among=["c0", "c1", "c2", "c4", "c5"])
         assert (route.cache, route.host_len) == ("c5", 3 * STRIDE)
+
+
+async def test_longer_prefixes_of_caches_that_may_not_be_chosen_hide_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "MAX_ALL", 1)
+    configs = {f"c{number}": TIERED for number in range(8)}
+    async with local_fleet(configs, config=RouteConfig(num_random=0)) as (fleet, caches):
+        for name in ("c2", "c3", "c4", "c5", "c6", "c7"):
+            await publish(caches[name], prompt(1, 4))
+            await evict(caches[name], "device")
+            await publish(caches[name], prompt(1, 4))  # now in both tiers
+        await publish(caches["c1"], prompt(1, 2))
+        await evict(caches["c1"], "device")
+        await caught_up(fleet, dict(caches))
+
+        for _ in range(10):
+            async with await fleet.route(prompt(1, 5), among=["c0", "c1"]) as route:
+                assert (route.cache, route.host_len) == ("c1", 2 * STRIDE)
+                route.cancel()
 
 
 KINDS: dict[str, dict[str, Any]] = {
