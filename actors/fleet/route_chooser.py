@@ -116,11 +116,11 @@ class RouteChooser:
         comparison = self.compare(prompt, columns or members.columns)
         best = choose(comparison.candidates, weight, self._rng)
         stored, expected = comparison.runs[best.cache]
-        loading = comparison.loading(best.cache)
-        uncached = max(0, prompt.num_tokens - expected - loading)
-        price = f"{uncached} uncached tokens"
-        if loading:
-            price = f"({uncached} uncached + {self.host_cost:g} * {loading} to load) tokens"
+        host_len, loading, uncached = 0, 0, int(best.uncached)
+        if comparison.host_lens:
+            host_len, loading = comparison.host_lens.get(best.cache, 0), comparison.loading(best.cache)
+            uncached = max(0, prompt.num_tokens - expected - loading)
+        price = f"({uncached} uncached + {self.host_cost:g} * {loading} to load)" if loading else f"{uncached} uncached"
         member = members.by_column[best.cache]
         member.num_routes += 1
         if replaces is None:
@@ -131,14 +131,14 @@ class RouteChooser:
             member.name,
             prefix_len=stored,
             promised_len=expected,
-            host_len=comparison.host_lens.get(best.cache, 0),
-            loading_tokens=loading,
             uncached_tokens=uncached,
             pending_tokens=int(best.pending),
             rank_others=partial(_names_of_others, comparison.candidates, best, weight, members.by_column),
-            why=f"least cost of {len(comparison.candidates)}: {best.pending:.0f} pending + {weight:g} * {price}",
+            why=f"least cost of {len(comparison.candidates)}: {best.pending:.0f} pending + {weight:g} * {price} tokens",
             end=self._count(prompt, best, comparison),
             prompt=prompt,
+            host_len=host_len,
+            loading_tokens=loading,
         )
 
     def compare(self, prompt: Prompt, columns: Sequence[int]) -> Comparison:
