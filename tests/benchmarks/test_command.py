@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import bench_data_plane, bench_end_to_end, bench_scale
+from benchmarks import bench_data_plane, bench_end_to_end, bench_scale, bench_tier_writes, tier_rates, tier_speed
 from benchmarks.bench_data_plane import PAGE, Plane
 from benchmarks.figures import Figure
+from support.models.sample_trace import PROMPTS, write_trace
 
+from raydix.actors.observe.trace import read_trace
 from raydix.cache_core import KVPool, PoolLayout
+from raydix.schemas import HostConfig
 
 pytestmark = pytest.mark.benchmark
 
@@ -133,3 +136,34 @@ async def test_prompts_hit_as_much_as_they_should() -> None:
 
     assert alone.hit_rate == 0
     assert [each.hit_rate for each in speeds] == [0, 0.25, 0.5, 0.75, 0.95]
+
+
+def test_the_rates_of_a_host_tier_are_those_of_the_traces_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAYDIX_TRACE", raising=False)
+    assert tier_rates.figures(quick=False) == []
+    monkeypatch.setenv("RAYDIX_TRACE", str(write_trace(tmp_path)))
+
+    found = tier_rates.figures(quick=True)
+
+    assert [figure.to for figure in found] == ["points off 11.80", "points off 13.70"]
+    assert [figure.ratio for figure in found] == pytest.approx([found[0].value - 11.80, found[1].value - 13.70])
+    assert all(figure.failed for figure in found)
+
+
+async def test_misses_are_timed_with_and_without_a_host_tier() -> None:
+    found = await tier_speed.misses(num_rounds=1, num_requests=3, token_bytes=64)
+
+    assert [figure.to for figure in found] == ["without a tier", "beside a copy"]
+    assert all(figure.ratio for figure in found)
+
+
+def test_copies_take_virtual_time(tmp_path: Path) -> None:
+    trace = read_trace(write_trace(tmp_path, PROMPTS[:-1] * 4))
+    host = HostConfig(num_slots=8 * 512)
+    slow, fast = (bench_tier_writes.simulate(trace, host, bytes_per_s, pool_blocks=6) for bytes_per_s in (1, 1e12))
+
+    assert slow.host.tokens_written == 0 < slow.host.tokens_dropped
+    assert fast.host.tokens_written > 0 < fast.host.tokens_loaded
+    assert fast.host.tokens_dropped < slow.host.tokens_dropped

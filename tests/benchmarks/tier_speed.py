@@ -30,7 +30,8 @@ from raydix.schemas import CacheConfig, EvictionConfig, HostConfig, PoolConfig
 PAGE, PROMPT_LEN = 16, 512
 NUM_PROMPTS = 32  # held by a pool
 CHUNK = 8 * 2**20  # bytes that the thread copies in one piece, as a copier does
-INTERVAL_S = 0.005  # between two requests: 4 KiB a token make 400 MiB written a second
+TOKEN_BYTES = 4096
+INTERVAL_S = 0.005  # between two requests: at most 400 MiB are written a second
 MAX_P50, MAX_P99 = 1.05, 1.5
 MAX_SLICE_MS, WRITTEN_MIB_S = 2.0, 1024
 MAX_ANSWER_MS = 5.0
@@ -43,12 +44,12 @@ def figures(quick: bool) -> list[Figure]:
     try:
         num_rounds, num_requests = (3, 100) if quick else (7, 400)
         with ray_started():
-            lone = asyncio.run(_lone_misses(num_rounds, num_requests))
+            lone = asyncio.run(lone_misses(num_rounds, num_requests))
         return [
             lone,
-            *asyncio.run(_misses(num_rounds, num_requests)),
-            *asyncio.run(_slices(2.0 if quick else 10.0)),
-            asyncio.run(_answers(100 if quick else 1_000)),
+            *asyncio.run(misses(num_rounds, num_requests)),
+            *asyncio.run(slices(2.0 if quick else 10.0)),
+            asyncio.run(answers(100 if quick else 1_000)),
         ]
     finally:
         torch.set_num_threads(num_threads)
@@ -114,9 +115,9 @@ def no_collection() -> Iterator[None]:
 # ---------------------------------------------------------------- misses
 
 
-async def _lone_misses(num_rounds: int, num_requests: int) -> Figure:
+async def lone_misses(num_rounds: int, num_requests: int) -> Figure:
     """Time acquires that miss, of an actor with a tier and of one without, in turns, while both evict."""
-    actors = [start_cache(config_of(4096, host)) for host in (host_of(4), None)]
+    actors = [start_cache(config_of(TOKEN_BYTES, host)) for host in (host_of(4), None)]
     prompts, ratios, medians = Prompts(), list[float](), list[float]()
     try:
         async with PrefixCacheClient(actors[0]) as tiered, PrefixCacheClient(actors[1]) as plain:
@@ -138,11 +139,12 @@ async def _lone_misses(num_rounds: int, num_requests: int) -> Figure:
     return Figure("tiers", what, median(medians), "ms", median(ratios), "without a tier", at_most=MAX_P50)
 
 
-async def _misses(num_rounds: int, num_requests: int) -> list[Figure]:
+async def misses(num_rounds: int, num_requests: int, token_bytes: int = TOKEN_BYTES) -> list[Figure]:
     """Time acquires that miss: with a tier, without one, and without one beside a thread that copies as much."""
     times: dict[str, list[NDArray[np.float64]]] = {"tier": [], "plain": [], "beside": []}
     prompts = Prompts()
-    async with running(config_of(4096, host_of(4))) as tiered, running(config_of(4096, None)) as plain:
+    configs = [config_of(token_bytes, host) for host in (host_of(4), None)]
+    async with running(configs[0]) as tiered, running(configs[1]) as plain:
         with no_collection():
             for number in range(num_rounds + 1):
                 before, started = await _written_bytes(tiered), time.perf_counter()
@@ -219,11 +221,11 @@ def _of_percentile(
 # ---------------------------------------------------------------- the loop
 
 
-async def _slices(seconds: float) -> list[Figure]:
+async def slices(seconds: float) -> list[Figure]:
     """Measure the longest time that the loop is held, in CPU time, while 1 GiB/s is written."""
     prompts = Prompts()
-    token_bytes = 32 * 1024
-    host = host_of(4, write_mib_s=WRITTEN_MIB_S)
+    token_bytes = 16 * 1024
+    host = host_of(2, write_mib_s=WRITTEN_MIB_S)
     async with running(config_of(token_bytes, host)) as cache:
         with no_collection():
             ended = asyncio.Event()
@@ -290,12 +292,12 @@ class NotedCopies:
         self.loaded_at = time.perf_counter()
 
 
-async def _answers(num_loads: int) -> Figure:
+async def answers(num_loads: int) -> Figure:
     """Time from the end of a load's copy to the answer of its acquire, on an idle cache."""
     prompts = Prompts()
     noted: list[NotedCopies] = []
     times: list[float] = []
-    async with LocalPrefixCache(config_of(4096, host_of(8))) as cache:
+    async with LocalPrefixCache(config_of(TOKEN_BYTES, host_of(8))) as cache:
         tiers = cache.service.tiers
         assert tiers is not None
 
