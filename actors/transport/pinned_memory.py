@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from raydix.cache_core.pool.record_copies import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
 
+_EXIT_S = 30.0  # the longest wait of an interpreter that ends
+_running: set[PinnedMemory] = set()
+
 
 class PinnedMemory:
     """Registers memory with CUDA in a thread of its own, piece by piece: a GiB takes about half a second.
@@ -20,7 +24,8 @@ class PinnedMemory:
     Each call holds a lock of the driver. A piece ends where `PIECE_BYTES` divides the address, so no two pieces have a
     page of memory in common. CUDA refuses a transfer that crosses the end of a piece; `RecordCopies` cuts it there.
 
-    Unregistered memory works, more slowly. The memory stays mapped until it is registered no more.
+    Unregistered memory works, more slowly. The memory stays mapped until it is registered no more. An interpreter that
+    ends waits for that: a thread must not be in a call of CUDA then.
 
     Args:
         storage: 1-D uint8, in host memory.
@@ -40,7 +45,9 @@ class PinnedMemory:
         self._is_closed = threading.Event()
         self._ended = threading.Event()
         self._is_ready = False
-        threading.Thread(target=self._run, args=(storage,), name="raydix-pin", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(storage,), name="raydix-pin", daemon=True)
+        _running.add(self)
+        self._thread.start()
 
     @property
     def is_ready(self) -> bool:
@@ -55,7 +62,18 @@ class PinnedMemory:
         """Have the memory registered no more. The thread does that, and then drops the memory."""
         self._is_closed.set()
 
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended, which `close` makes it do."""
+        self._thread.join(timeout_s)
+
     def _run(self, storage: torch.Tensor) -> None:
+        try:
+            self._register_all(storage)
+        finally:
+            _running.discard(self)
+
+    def _register_all(self, storage: torch.Tensor) -> None:
+        """Register the memory, and unregister it after `close`."""
         address, pieces = storage.data_ptr(), []
         try:
             end = address + storage.numel()
@@ -89,3 +107,13 @@ def _unregister(address: int) -> None:
     torch.cuda.synchronize()  # a copy that runs ends first
     cudart = cast(Any, torch.cuda).cudart()
     torch.cuda.check_error(int(cudart.cudaHostUnregister(address)))
+
+
+@atexit.register
+def _close_all() -> None:
+    """End all threads: Python ends a process that is in a call of CUDA by an abort."""
+    memories = list(_running)
+    for memory in memories:
+        memory.close()
+    for memory in memories:
+        memory.join(_EXIT_S)

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from support.processes.fresh_process import run_fresh
 from support.waiting import wait_until
 
 from raydix.actors import LocalPrefixCache
@@ -119,3 +120,15 @@ async def test_a_process_without_a_gpu_does_not_pin() -> None:
             await cache.attach_pool(pin=True)
         with pytest.raises(InvalidRequest, match="pin must be True, False or None, not 'yes'"):
             await cache.attach_pool(pin="yes")  # type: ignore[arg-type]
+
+
+def test_an_interpreter_that_ends_waits_for_the_memory_to_be_registered_no_more() -> None:
+    program = """
+import time, torch
+from raydix.actors.transport.pinned_memory import PinnedMemory
+memory = PinnedMemory(torch.zeros(8), lambda *piece: time.sleep(0.2), lambda address: print("unregistered", flush=True))
+"""
+
+    done = run_fresh(program)
+
+    assert (done.stdout, done.stderr, done.returncode) == ("unregistered\n", "", 0)

@@ -111,7 +111,7 @@ def test_findings_name_the_count_of_each_cause_and_the_remedy() -> None:
 
     text = restarts_finding(killed)
 
-    assert f"{OUT_OF_MEMORY}, 12 times; cause unknown, 1 time: give the pool fewer slots" in text
+    assert f"{OUT_OF_MEMORY}, 12 times; cause unknown, 1 time: give the pool or the host tier fewer slots" in text
     assert restarts_finding(Restarts(2, "", (("ended by Ray", 2),))) == (
         "Ray restarted the cache, empty: ended by Ray, 2 times"
     )
