@@ -34,8 +34,8 @@ class MatchResponse(PydanticAnswer):
     )
     host_len: int = Field(
         default=0,
-        description="leading tokens with KV that can be used now or loaded from the host tier; never shorter than "
-        "prefix_len; 0: there is no host tier",
+        description="leading tokens with KV in the pool or in the host tier, at least prefix_len; 0: there is no host "
+        "tier",
     )
 
 

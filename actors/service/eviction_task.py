@@ -1,4 +1,4 @@
-"""`EvictionTask`: frees slots in the background, so that few requests have to."""
+"""`EvictionTask`: frees slots in the background before requests need them, and starts writes to the tier below."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_STEP, _MAX_STEP = 64, 16_384  # tokens evicted between two looks at the clock
 _BACKOFF_S = 0.1  # the pause after a round that failed
-_RESTS = 20  # The pause before KV is looked at again that is to be written ahead is so many times as long as a look.
+_REST_FACTOR = 20  # A pause between two looks for KV to write is so many times as long as a look.
 _MIN_REST_S, _MAX_REST_S = 0.002, 0.1
 
 
@@ -51,17 +51,18 @@ class PoolGauge:
         return self.free_slots() < self.pressure_floor
 
     def is_critical(self) -> bool:
-        """Return whether so few slots are free that eviction must not wait for writes."""
+        """Return whether fewer slots are free than half of the floor: requests would evict by themselves soon."""
         return self.free_slots() < self.pressure_floor // 2
 
 
 class Steps:
-    """The steps of a slice, each of as many tokens as take a small part of its time: a call has a cost of its own.
+    """The steps of a slice.
 
-    Large nodes take as long as single tokens, so the number of tokens is adjusted by the time of the last step.
+    A step has enough tokens to outweigh the cost of a call, and takes a small part of the slice. Large nodes take as
+    long as single tokens, so the number of tokens is adjusted by the time of the last step.
 
     Attributes:
-        num_tokens: of the next step.
+        num_tokens: tokens of the next step.
     """
 
     def __init__(self, slice_s: float) -> None:
@@ -88,8 +89,8 @@ class Steps:
 class EvictionTask:
     """Sleeps until `wake`, then evicts down to the low watermark, in slices that let other work in between.
 
-    If there is a tier below the pool, the task first has the KV written that is evicted next, and evicts once that is
-    done, or if the slots become too few meanwhile.
+    With a tier below the pool, the task first starts writes of the KV that it will evict. It evicts when they have
+    ended, or earlier if few slots are left.
 
     Args:
         config: watermarks and the longest slice.
@@ -113,13 +114,13 @@ class EvictionTask:
         self._steps = Steps(config.slice_ms / 1000)
         self._after_slice = after_slice
         self._write_ahead = write_ahead
-        self._is_evicting = False  # It has been below the floor of a pool, and is not at all goals yet.
+        self._is_evicting = False  # whether a pool fell below its floor, and some pool is still below its goal
         self._rest: asyncio.TimerHandle | None = None
         self._rest_s = _MIN_REST_S
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._rounds = self._slices = self._retired = self._failures = 0
-        self._evicted: Counter[str] = Counter()  # slots of each pool
+        self._evicted: Counter[str] = Counter()  # pool -> evicted slots
         self._longest_slice_s = 0.0
         self._last_error: str | None = None
 
@@ -139,7 +140,10 @@ class EvictionTask:
             self._start()
 
     def note_pressure(self) -> None:
-        """Evict soon, or have KV written soon if no pool is below its floor yet: fewer slots are free than wanted."""
+        """Wake the task, because slots run short.
+
+        With a tier and no pool below its floor, wake it after a pause: KV is to be written, and nothing evicted.
+        """
         if self._write_ahead is None or any(gauge.is_pressed() for gauge in self._gauges):
             self.wake()
         elif self._rest is None and self._task is not None:
@@ -171,7 +175,10 @@ class EvictionTask:
             loop.call_soon_threadsafe(self._task.cancel)
 
     async def run_round(self) -> int:
-        """Evict down to the low watermarks, or until nothing is evictable; return the tokens freed."""
+        """Evict down to the low watermarks, until nothing is evictable, or until writes are in flight.
+
+        Return the number of tokens freed.
+        """
         before, done = self._retired + self._evicted["slots"], False
         while not done:
             done = self._run_slice()
@@ -195,12 +202,12 @@ class EvictionTask:
         return done
 
     def _write_and_relieve(self, write_ahead: Callable[[], Progress]) -> bool:
-        """Have KV written, and evict once that is done, or if slots are very few; return whether the round is over."""
+        """Start writes; evict if they are done, or if few slots are left. Return whether the round is over."""
         began_at = time.monotonic()
         progress = write_ahead()
         while progress is Progress.MORE and not self._steps.done():
             progress = write_ahead()
-        self._rest_s = min(max(_MIN_REST_S, _RESTS * (time.monotonic() - began_at)), _MAX_REST_S)
+        self._rest_s = min(max(_MIN_REST_S, _REST_FACTOR * (time.monotonic() - began_at)), _MAX_REST_S)
         self._is_evicting = self._is_evicting or any(gauge.is_pressed() for gauge in self._gauges)
         if not self._is_evicting:
             return progress is not Progress.MORE

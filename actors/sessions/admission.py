@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.actors.metrics.distribution import Distribution
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.refusals import Refusals
@@ -32,7 +31,7 @@ from raydix.schemas import (
 )
 
 _INT32 = np.dtype("<i4")
-_WRITES = "writes"  # the object of a wait for writes that end
+_WRITES = "writes"  # `Waiter.waits_for` of a request that waits for the end of writes
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +41,8 @@ class _Asked:
     Attributes:
         session_id: its session.
         request: the request.
-        key: of the lease.
-        num_tokens: that the lease shall cover; 0 for a lock.
+        key: the lease's key.
+        num_tokens: size of the lease; 0 for a lock.
     """
 
     session_id: str
@@ -60,22 +59,22 @@ class _Asked:
 class Admission:
     """Grants leases and lets them grow. New leases never overtake queued requests that wait for the same.
 
-    If the tier below has more of a prompt, its lease is filled before it is handed out, and its request has a ticket
-    meanwhile. So has a request that needs the pages of a load in flight: it waits for that load, without slots. It is
-    tried again when the load has ended, and may have to wait for room then.
+    If the tier has more of a request's prompt, the lease is filled before it is handed out; meanwhile the request has a
+    ticket. A request for pages of a load in flight waits for that load, with a ticket and without slots. Then it is
+    tried again, and may wait for room.
 
     Attributes:
         num_acquires: `acquire` requests that were granted or refused without waiting.
-        num_locks: the same of `lock` requests.
+        num_locks: `lock` requests that were granted or refused without waiting.
 
     Args:
         core: the cache.
-        wait_queue: of the requests that find no room.
+        wait_queue: the requests that find no room.
         refusals: makes and counts the errors.
-        bindings: of sessions to models.
-        offers: of leases; a `lock` may ask for one.
+        bindings: the models of sessions.
+        offers: the offers of leases; a `lock` may ask for one.
         tiers: loads prefixes; None: there is no tier below the pool.
-        config: how long requests wait that name no time.
+        config: has the time limit of requests that name none.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class Admission:
         """Return a lease of the cached prefix, or the ticket of a request that waits for its load.
 
         Raises:
-            OutOfSlotsError, ConfigMismatch, CoreError: the request is refused.
+            CacheBusy, OutOfSlotsError, ConfigMismatch, CoreError: the request is refused.
         """
         if (waiter := self._wait_queue.find(session_id, request.lease_id)) is not None:
             return self._ticket(waiter)
@@ -161,7 +160,7 @@ class Admission:
     # ---------------------------------------------------------------- attempts
 
     def _admit(self, asked: _Asked, waiter: Waiter | None) -> Message | None:
-        """Return a request's answer; with a ticket, None if it goes on waiting.
+        """Return a request's answer. None: it has a ticket already, and goes on waiting.
 
         Raises:
             CacheError, CoreError: the request is refused.
@@ -180,7 +179,7 @@ class Admission:
         return self._join_queue(asked, waiter, shortage)
 
     def _try(self, asked: _Asked, waiter: Waiter | None) -> Message | None:
-        """Do `_admit`, but raise OutOfSlotsError if there is no room, or others wait for it."""
+        """Answer a request as `_admit` does. Raise OutOfSlotsError if there is no room, or others wait for room."""
         request, queue = asked.request, self._wait_queue
         if type(request) is ExtendRequest:
             return self._grow(asked)
@@ -191,15 +190,15 @@ class Admission:
         assert type(request) is AcquireRequest
         self._check_binding(asked.session_id, request)  # it may have to wait before its first attempt
         if (open_lease := self._core.leases.find_unended(request.lease_id, asked.session_id)) is not None:
-            return self._answer(asked, open_lease)  # it is a retry, so it waits for no room
+            return self._hand_out(asked, open_lease)  # it is a retry, so it waits for no room
         if request.timeout_s == 0:
             queue.serve()  # earlier requests of the batch may have made room for all
         if not queue.waiting or self._may_overtake(asked.key, asked.num_tokens):
             return self._open(asked, waiter)
         self._core.check_len(asked.num_tokens, asked.key)
-        raise self._queue_is_waiting(asked.num_tokens)
+        raise self._queued_error(asked.num_tokens)
 
-    def _queue_is_waiting(self, num_tokens: int) -> OutOfSlotsError:
+    def _queued_error(self, num_tokens: int) -> OutOfSlotsError:
         core = self._core
         return OutOfSlotsError(num_tokens, core.free_slots, core.evictable_size(), core.num_slots)
 
@@ -207,7 +206,7 @@ class Admission:
         """Open a lease, and load the part of its prefix that the tier below has.
 
         Returns:
-            The lease's response, or its ticket; None if the request has a ticket, and waits for a load now.
+            The lease's response, or a new ticket. None: the request has a ticket, and now waits for a load.
 
         Raises:
             OutOfSlotsError: there is no room, for the lease or for the load of a lock.
@@ -216,17 +215,17 @@ class Admission:
         assert not isinstance(request, ExtendRequest)
         self._check_binding(asked.session_id, request)
         if tiers is None:
-            return self._answer(asked, self._begin(asked))
+            return self._hand_out(asked, self._begin(asked))
         timeout_s = tiers.config.load_timeout_s if request.load_timeout_s is None else request.load_timeout_s
         if (waiter is not None and not waiter.may_load) or not (request.load and timeout_s):
-            return self._answer(asked, self._begin(asked))
+            return self._hand_out(asked, self._begin(asked))
         if (open_lease := core.leases.find_unended(request.lease_id, asked.session_id)) is not None:
-            return self._answer(asked, open_lease)
+            return self._hand_out(asked, open_lease)
         if (running := tiers.running_load(asked.key, asked.limit)) is not None:
             return self._wait_behind(asked, waiter, running, timeout_s)
         is_in_turn = not self._wait_queue.waiting or (waiter is not None and waiter.is_queued)
         if type(request) is LockRequest and not is_in_turn and tiers.has_more(asked.key):
-            raise self._queue_is_waiting(0)  # its load would take the slots that others wait for
+            raise self._queued_error(0)  # its load would take the slots that others wait for
         return self._begin_and_load(asked, waiter, timeout_s)
 
     def _begin_and_load(self, asked: _Asked, waiter: Waiter | None, timeout_s: float) -> Message | None:
@@ -240,13 +239,13 @@ class Admission:
                 tiers.moves.give_back(lease)
                 raise
         if load is None:
-            return self._answer(asked, lease)
+            return self._hand_out(asked, lease)
         own = self._give_ticket(asked) if waiter is None else waiter
         tiers.when_loaded(load, partial(self._end_load, asked, own))
         return self._wait_for(own, load, is_new=waiter is None)
 
     def _begin(self, asked: _Asked) -> LeaseRecord:
-        """Open a lease over what the pool has."""
+        """Open a lease with the prefix that the pool has."""
         request, key = asked.request, asked.key
         if type(request) is LockRequest:
             return self._core.lock(request.lease_id, asked.session_id, key, request.priority)
@@ -256,8 +255,8 @@ class Admission:
             request.lease_id, asked.session_id, key, *limits, request.resumed, request.boundary_state
         )
 
-    def _answer(self, asked: _Asked, lease: LeaseRecord) -> LeaseResponse:
-        """Return the response with a lease that is handed out. A `lock` may offer it in the same step."""
+    def _hand_out(self, asked: _Asked, lease: LeaseRecord) -> LeaseResponse:
+        """Hand out a lease: make the offer that a `lock` asks for, and return the response."""
         request = asked.request
         if type(request) is LockRequest and request.offer_id is not None:
             self._offers.offer(request.lease_id, asked.session_id, request.offer_id, request.offer_s)
@@ -287,14 +286,14 @@ class Admission:
 
     def _give_ticket(self, asked: _Asked) -> Waiter:
         request, key, num_tokens, queue = asked.request, asked.key, asked.num_tokens, self._wait_queue
-        grows, latency = type(request) is ExtendRequest, queue.acquire_latency
+        grows = type(request) is ExtendRequest
         num_new = num_tokens
         if grows:
             num_new -= self._core.leases.get(request.lease_id, asked.session_id).num_slots
         is_within_floor = partial(self._core.is_within_floor, key, num_tokens)
         position = Position(self._core.tenant_of(key.extra_key), grows, is_within_floor, num_new)
-        of_locks: Distribution | None = queue.lock_latency if type(request) is LockRequest else latency
-        return queue.give_ticket(asked.session_id, request.lease_id, position, None if grows else of_locks)
+        latency = queue.lock_latency if type(request) is LockRequest else queue.acquire_latency
+        return queue.give_ticket(asked.session_id, request.lease_id, position, None if grows else latency)
 
     def _ticket(self, waiter: Waiter) -> WaitingResponse:
         """Return the response with a ticket."""
@@ -322,7 +321,7 @@ class Admission:
         return ticket
 
     def _wait_for_writes(self, asked: _Asked, waiter: Waiter | None) -> WaitingResponse | None:
-        """Let a request wait for the one chunk of a write that is being copied."""
+        """Let a request wait until the cancelled writes have ended, one chunk at most."""
         assert self._tiers is not None
         own = self._give_ticket(asked) if waiter is None else waiter
         ticket = self._wait_for(own, _WRITES, is_new=waiter is None)
@@ -343,19 +342,19 @@ class Admission:
         try:
             answer: Message | Exception | None = self._admit(asked, waiter)
         except Exception as error:  # every failure becomes its caller's typed error
-            answer = self._refusals.of(error)
+            answer = self._refusals.error_of(error)
         if answer is not None:
             self._wait_queue.settle(waiter, answer)
 
     def _end_load(self, asked: _Asked, waiter: Waiter, finished: Finished) -> None:
-        """Answer the request of a load that has ended, or begin it again."""
+        """Answer the request of a load that has ended, or try it again."""
         lease = finished.lease
         if finished.must_restart:
             self._resume(asked, waiter, waiter.waits_for)
         elif lease is not None and waiter.outcome.done():
             self._core.release(lease.lease_id, asked.session_id)  # it was refused meanwhile
         elif lease is not None:
-            self._wait_queue.settle(waiter, self._answer(asked, lease))
+            self._wait_queue.settle(waiter, self._hand_out(asked, lease))
 
     # ---------------------------------------------------------------- waits for room
 
@@ -373,15 +372,15 @@ class Admission:
         return self._ticket(own) if waiter is None else None
 
     def _give_up(self, asked: _Asked, shortage: OutOfSlotsError, *, waited: bool = False) -> Message:
-        """Lock what the pool has without a load, for a `lock`; refuse another request.
+        """Answer a `lock` with the pool's prefix alone; refuse any other request.
 
         Raises:
             PoolExhausted: the request is refused.
-            CoreError: a `lock` is.
+            ConfigMismatch, CoreError: the lock is refused.
         """
         if type(asked.request) is LockRequest:
             self._check_binding(asked.session_id, asked.request)  # other weights may have come while it waited
-            return self._answer(asked, self._begin(asked))
+            return self._hand_out(asked, self._begin(asked))
         num_tokens = asked.num_tokens if type(asked.request) is AcquireRequest else None
         raise self._refusals.exhausted(asked.key, shortage, num_tokens=num_tokens, waited=waited)
 
@@ -390,12 +389,12 @@ class Admission:
         try:
             return self._give_up(asked, shortage, waited=True)
         except Exception as error:  # every failure becomes its caller's typed error
-            return self._refusals.of(error)
+            return self._refusals.error_of(error)
 
     def _attempt_late(self, asked: _Asked, waiter: Waiter) -> Message | None:
         """Try a queued request; raise OutOfSlotsError if it has to go on waiting.
 
-        If there never can be room, which may show only now, it is refused: others would wait behind it in vain.
+        A request that can never fit is refused: requests behind it would wait in vain.
         """
         try:
             return self._grow(asked) if type(asked.request) is ExtendRequest else self._open(asked, waiter)
@@ -407,7 +406,7 @@ class Admission:
                 raise outcome from None
             return outcome
         except Exception as error:  # every failure becomes its caller's typed error
-            raise self._refusals.of(error) from error
+            raise self._refusals.error_of(error) from error
 
 
 def key_of(tokens: TokenIds, namespace: str | None) -> RadixKey:

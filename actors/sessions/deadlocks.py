@@ -50,7 +50,7 @@ class Deadlocks:
                 continue
             waiter, lease = found
             self.num_broken += 1
-            self._wait_queue.refuse(waiter, self._refusals.exhausted(lease.key, waiter.shortage, deadlocked=True))
+            self._wait_queue.settle(waiter, self._refusals.exhausted(lease.key, waiter.shortage, deadlocked=True))
 
     def _find(self, growing: list[Waiter]) -> tuple[Waiter, LeaseRecord] | None:
         by_lease = {waiter.lease_id: waiter for waiter in growing}

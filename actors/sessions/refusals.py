@@ -34,11 +34,11 @@ class Refusals:
     """The refused requests of one cache.
 
     Attributes:
-        by_cause: their numbers; see `CacheStats.refusals`.
+        by_cause: cause -> number of refused requests; see `CacheStats.refusals`.
 
     Args:
         core: the cache.
-        owners: of the leases, which refusals name.
+        owners: the owners of leases, which refusals name.
     """
 
     def __init__(self, core: LeasedCache, owners: LeaseOwners) -> None:
@@ -48,7 +48,7 @@ class Refusals:
 
     @property
     def num_exhausted(self) -> int:
-        """Return the number of requests refused for want of room."""
+        """The number of requests that were refused for lack of room."""
         return sum(self.by_cause[cause] for cause in EXHAUSTED)
 
     def exhausted(
@@ -60,13 +60,15 @@ class Refusals:
         waited: bool = False,
         deadlocked: bool = False,
     ) -> PoolExhausted:
-        """Count and return the refusal of a request of that key's namespace that finds no room.
+        """Count a request that finds no room, and return its refusal.
 
-        O(owners), and at times O(leases), if a lease has come, gone or grown since the last refusal.
+        O(owners); O(leases) if a lease has begun, ended or grown since the last refusal.
 
         Args:
-            num_tokens: of the lease that was to begin; None: a lease was to grow.
+            key: the request's key. The refusal has the room of its namespace; None: of no namespace.
+            num_tokens: size of the lease that was to begin; None: a lease was to grow.
             waited: the request was queued until its time ran out.
+            deadlocked: the request waited in a deadlock, which its refusal resolves.
         """
         if deadlocked:
             cause = "deadlocked"
@@ -98,7 +100,7 @@ class Refusals:
             deadlocked,
         )
 
-    def of(self, error: Exception) -> CacheError:
+    def error_of(self, error: Exception) -> CacheError:
         """Count a request that failed, and return its caller's typed error."""
         if isinstance(error, OutOfSlotsError):
             return self.exhausted(None, error)

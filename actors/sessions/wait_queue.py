@@ -1,6 +1,6 @@
 """The queue of requests that wait for room in the pool: first in, first out, each with a deadline.
 
-Requests that wait for a load, and not for room, have tickets, too. They are in no queue.
+Requests that wait for a load, or for writes, have tickets too, and stand in no queue.
 
 If tenants share the pool, a request at its tenant's cap holds up its own tenant alone, and a request that stays within
 its tenant's floor goes before other tenants' requests that wait for the pool.
@@ -22,8 +22,8 @@ from raydix.schemas import CacheBusy, CacheError, Message, UnknownLease
 
 _RETRY_AFTER_S = 0.1
 
-# Tries a request that has a ticket. None: it has left the queue, and waits for a load. It raises OutOfSlotsError while
-# there is no room.
+# Tries a request that has a ticket, and returns its answer. None: it waits for a load, outside the queue. Raises
+# OutOfSlotsError while there is no room.
 Attempt = Callable[["Waiter"], Message | None]
 
 
@@ -38,7 +38,7 @@ class Position(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A request with a ticket: it is queued for room, or waits for a load."""
+    """A request with a ticket: it is queued for room, or waits for a load or for writes."""
 
     ticket: int
     session_id: str
@@ -47,34 +47,34 @@ class Waiter:
     began_at: float
     outcome: asyncio.Future[Message]
     latency: Distribution | None  # counts the time to its answer
-    timer: asyncio.TimerHandle | None = None  # of the wait that it is in
+    timer: asyncio.TimerHandle | None = None  # ends the present wait
     is_queued: bool = False
-    # while it is queued
+    waited_s: float = 0.0  # seconds in the queue before the present wait
+    waits_for: object = None  # the load or the writes that it waits for; None: neither
+    may_load: bool = True  # False: a load for it has failed, or was late
+    # Set while it is queued:
     attempt: Attempt = field(init=False, repr=False)
     shortage: OutOfSlotsError = field(init=False, repr=False)  # result of its last attempt
     queued_at: float = 0.0
-    waited_s: float = 0.0  # in the queue, before the present wait
-    waits_for: object = None  # load, or writes, for which it waits
-    may_load: bool = True  # False: a load for it has failed, or was late
 
 
 class WaitQueue:
-    """Requests that found no room.
+    """Requests with tickets: they wait for room in order, or for a load or for writes.
 
     Code that frees slots calls `serve`. Outcomes are kept until they are collected or the session ends.
 
     Attributes:
-        max_waiters: of each tenant; 0: no request may wait.
+        max_waiters: most queued requests of a tenant; 0: no request may wait for room.
         waiting: the number of queued requests, by tenant.
         num_waited: requests that were ever queued.
-        wait_time: seconds that each was queued.
+        wait_time: seconds of each wait in the queue.
         acquire_latency: seconds from the arrival of each `acquire` to its answer; the queue adds the requests that
             waited.
-        lock_latency: the same of each `lock`.
+        lock_latency: seconds from the arrival of each `lock` to its answer.
 
     Args:
         max_waiters: see above.
-        clock: seconds, of any origin.
+        clock: returns seconds since any fixed time.
     """
 
     def __init__(self, max_waiters: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,7 +86,7 @@ class WaitQueue:
         self._clock = clock
         self._queue: list[Waiter] = []
         self.waiting: Counter[str | None] = Counter()
-        self._by_ticket: dict[int, Waiter] = {}  # waiting, or with an outcome that was not collected yet
+        self._by_ticket: dict[int, Waiter] = {}  # ticket -> request that waits, or with an outcome to collect
         self._by_lease: dict[tuple[str, str], list[Waiter]] = {}  # (session id, lease id) -> the same waiters
         self._next_ticket = count(1)
 
@@ -95,7 +95,7 @@ class WaitQueue:
 
     @property
     def oldest_s(self) -> float:
-        """The seconds that the longest of the queued requests has waited so far; 0: none is queued. O(queue)."""
+        """The longest time that a queued request has waited so far, in seconds; 0: none is queued. O(queue)."""
         return max((self._clock() - waiter.queued_at for waiter in self._queue), default=0.0)
 
     def num_tokens(self) -> int:
@@ -120,13 +120,9 @@ class WaitQueue:
         """Return the requests of running leases that grow, in order: they come before all others."""
         return list(takewhile(lambda waiter: waiter.position.urgent, self._queue))
 
-    def refuse(self, waiter: Waiter, error: CacheError) -> None:
-        """Remove a request from the queue; its outcome is `error`."""
-        self.settle(waiter, error)
-
     @property
     def num_loading(self) -> int:
-        """The requests that wait for a load, and not for room. O(tickets)."""
+        """The number of requests that wait for a load or for writes. O(tickets)."""
         return sum(not waiter.is_queued and not waiter.outcome.done() for waiter in self._by_ticket.values())
 
     def find(self, session_id: str, lease_id: str) -> Waiter | None:
@@ -137,13 +133,13 @@ class WaitQueue:
         return None
 
     def position_of(self, waiter: Waiter) -> int:
-        """Return the number of requests before it in the queue; 0 if it is not queued."""
+        """Return the number of requests ahead of a request in the queue; 0 if it is not queued."""
         return self._queue.index(waiter) if waiter.is_queued else 0
 
     def give_ticket(
         self, session_id: str, lease_id: str, position: Position, latency: Distribution | None = None
     ) -> Waiter:
-        """Return a new ticket for a request. It waits for nothing yet.
+        """Return a waiter with a new ticket. It waits for nothing yet.
 
         Args:
             latency: counts the time to its answer.
@@ -162,15 +158,17 @@ class WaitQueue:
         give_up: Callable[[OutOfSlotsError], Message | Exception],
         shortage: OutOfSlotsError,
     ) -> int:
-        """Queue a request for `timeout_s`, its earlier waits included; return the number of requests ahead.
+        """Queue a request. Return the number of requests ahead.
+
+        All its waits in the queue last `timeout_s` together, at most.
 
         Args:
             attempt: tries it again.
-            give_up: returns its outcome, by its last shortage, when its time has run out.
+            give_up: takes its last shortage, and returns its outcome when its time has run out.
             shortage: result of its last attempt.
 
         Raises:
-            CacheBusy: as many requests of that tenant wait as may.
+            CacheBusy: `max_waiters` requests of that tenant wait already.
         """
         self.check_room_for(waiter.position.tenant)
         self.num_waited += 1
@@ -185,12 +183,15 @@ class WaitQueue:
         return num_ahead
 
     def check_room_for(self, tenant: str | None) -> None:
-        """Raise CacheBusy if as many requests of a tenant wait as may."""
+        """Raise CacheBusy if `max_waiters` requests of a tenant wait for room already."""
         if self.waiting[tenant] >= self.max_waiters:
             raise CacheBusy(f"{self.waiting[tenant]} requests wait for room already", _RETRY_AFTER_S)
 
     def serve(self) -> None:
-        """Serve from the front as many as there is room for; none overtakes one that waits for the same."""
+        """Serve queued requests from the front while there is room.
+
+        None overtakes a request that waits for the same slots.
+        """
         index, is_full = 0, False
         passed: set[str | None] = set()  # tenants of which a request was passed over
         while index < len(self._queue) and len(passed) < len(self.waiting):
@@ -210,7 +211,7 @@ class WaitQueue:
         except OutOfSlotsError as error:
             waiter.shortage = error.with_traceback(None)
             return False
-        except Exception as error:  # its own fault, found late: it alone fails
+        except Exception as error:  # an error of this request alone: the others go on
             outcome = error
         if outcome is not None:
             self.settle(waiter, outcome)

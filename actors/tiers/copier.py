@@ -83,7 +83,7 @@ class CopyCounts:
         seconds: the time that they took.
         longest_s: the time of the longest chunk.
         ends: how many copies ended in each way.
-        recent_bytes, recent_s: of the last chunks, where earlier ones count less.
+        recent_bytes, recent_s: sums of recent chunks, in which earlier chunks count less.
     """
 
     num_bytes: int = 0
@@ -133,10 +133,10 @@ class Copier:
     If the pools are index-only, a copy is confirmed before `load` or `write` returns, and there is no thread.
 
     Args:
-        copies: between the pool and the tier below.
+        copies: copies pages between the pool and the tier below.
         write_mib_s: MiB of writes a second; None: without a limit. Loads have none.
-        chunk_bytes: copied by one call.
-        clock: seconds, for deadlines and the cap.
+        chunk_bytes: bytes that one call copies.
+        clock: returns seconds, for deadlines and the cap.
     """
 
     def __init__(
@@ -326,8 +326,8 @@ class _Queues:
             return
         try:
             copy.loop.call_soon_threadsafe(copy.done, copy.result)
-        except RuntimeError:  # the loop is closed
-            logger.exception("the end of a copy could not be reported: %s", copy.result)
+        except RuntimeError:  # The loop is closed, as at the end of a program that does not close its cache.
+            logger.debug("the end of a copy was not reported, as its event loop is closed: %s", copy.result)
 
 
 def _run(queues: _Queues) -> None:

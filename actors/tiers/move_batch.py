@@ -16,7 +16,7 @@ _NO_SLOTS: Starts = np.empty(0, np.int64)
 
 
 class MoveBatch:
-    """Moves of one direction, one after the other.
+    """Several moves of one direction, copied in order as one plan.
 
     Attributes:
         plan: the pages of all moves, in order, with their window halves and states.
@@ -44,7 +44,7 @@ class MoveBatch:
         self.plan = CopyPlan(upper, lower, windows.pairs(), states.pairs())
 
     def results(self, copied: Copied) -> Iterator[tuple[Move, int, bool]]:
-        """Yield each move, its leading pages that were copied, and whether it was copied with windows and states."""
+        """Yield each move, its number of copied leading pages, and whether its windows and states were copied, too."""
         for move, end in zip(self.moves, self._ends, strict=True):
             num_pages = min(max(0, copied.num_pages - (end - move.num_pages)), move.num_pages)
             is_whole = copied.num_pages >= end and (move.source_state is None or copied.num_pages > _last(end))
@@ -52,7 +52,7 @@ class MoveBatch:
 
 
 def _last(end: int) -> int:
-    """Return the page with which the state of a move is copied that ends before page `end` of the plan."""
+    """Return the last page of a move that ends before page `end`; its state is copied with that page."""
     return max(0, end - 1)
 
 

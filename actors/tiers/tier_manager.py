@@ -23,8 +23,8 @@ from raydix.schemas import CacheConfig, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
-_MOST_BATCHES = 2  # of writes in flight: one is copied, one is planned
-_PREFETCHED = 4  # Prefetches in flight may fill one of so many parts of the pool.
+_MOST_BATCHES = 2  # batches of writes in flight: one is copied while the next is planned
+_PREFETCH_SHARE = 0.25  # share of the pool that prefetches in flight may take
 
 
 class Progress(Enum):
@@ -32,24 +32,24 @@ class Progress(Enum):
 
     AHEAD = auto()  # nothing is to be written until the pool changes
     WORKING = auto()  # writes are in flight; their end calls `on_change`
-    MORE = auto()  # more is to be looked at now
+    MORE = auto()  # a part of the pool was not looked at yet
 
 
 class TierManager:
-    """Writes the KV that the pool would evict next to the tier below, and loads prefixes from there for leases.
+    """The moves of one cache: writes of the KV that the pool will evict soon, and loads of prefixes for leases.
 
     A cache without tensors has no copier: a move ends in the call that begins it, and a node is written just before it
     is evicted.
 
     Attributes:
-        moves: between the two tiers.
-        may_begin: returns whether writes and prefetches may begin: no request needs the slots.
+        moves: the moves between the two tiers.
+        may_begin: returns whether writes and prefetches may begin, as no request needs the slots.
 
     Args:
-        config: of the cache; it has `host`.
-        moves: between the pool and the tier.
+        config: the cache's configuration; it has `host`.
+        moves: the moves between the pool and the tier.
         pool: the tensors; None: there are none.
-        name: of the tier's memory, such as the cache's epoch.
+        name: name of the tier's memory, such as the cache's epoch.
         on_change: called on the loop when moves have ended, or the tier's memory is ready: slots may have become free.
     """
 
@@ -74,11 +74,11 @@ class TierManager:
         self._owners: dict[Move, Callable[[Finished], object]] = {}
         self._waiting: dict[Move, list[Callable[[bool], object]]] = {}
         self._after_writes: list[Callable[[], object]] = []
-        self._has_written = False  # since all that is to be written was looked at
+        self._has_written = False  # whether a write has begun since the last look at the whole pool
         self._load_bytes_per_s: float | None = None
         self._verifies = config.validate and pool is not None and pool.storage.device.type == "cpu"
-        self._difference: str | None = None  # first page that a copy has changed
-        # The background task evicts down to the low watermark: all of that is written before.
+        self._difference: str | None = None  # first difference between a copy and its source
+        # The background task evicts down to the low watermark, so at least this share is written first.
         share, upper = max(self.config.reserve, 1 - config.eviction.low_watermark), moves.upper.cache
         swa, states = upper.allocator.swa, upper.pools.states
         self._reserves: list[tuple[Callable[[int], Plan], int]] = [
@@ -105,7 +105,7 @@ class TierManager:
 
     @property
     def state(self) -> str:
-        """ "ready", "reserving", "closed", or why the tier is not there."""
+        """The tier's state: "ready", "reserving", "closed", or the reason why it is not there."""
         if self._is_closed:
             return "closed"
         return READY if self._memory is None else self._memory.state
@@ -116,7 +116,7 @@ class TierManager:
         return self._memory is not None and self._memory.pinned
 
     def start(self) -> None:
-        """Post changes to the running loop from now on."""
+        """Report changes of the tier's memory to the running loop from now on."""
         self._loop = asyncio.get_running_loop()
 
     def _memory_changed(self) -> None:
@@ -153,11 +153,14 @@ class TierManager:
         return tiers[name]
 
     def longest_prefix(self, key: RadixKey) -> int:
-        """Return how many tokens of a request's key the tier has. Changes nothing."""
+        """Return the length of the prefix that the tier has of a request's key. Nothing changes."""
         return self.moves.lower.longest_prefix(key)
 
     def _may_begin(self) -> bool:
-        """Return whether writes and prefetches may begin. While a request waits for the end of writes, none may."""
+        """Return whether writes and prefetches may begin.
+
+        None may begin while a request waits for the end of writes.
+        """
         return not self._after_writes and self.may_begin()
 
     # ---------------------------------------------------------------- writes
@@ -168,7 +171,7 @@ class TierManager:
         return bool(self._writes)
 
     def write_ahead(self) -> Progress:
-        """Begin to write the KV that the pool would evict next, as far as the copier keeps up."""
+        """Begin to write the KV that the pool would evict next; at most two batches are in flight."""
         if self.is_instant or not self._is_ready() or not self._may_begin():
             return Progress.AHEAD
         for plan_writes, reserve in self._reserves:
@@ -184,7 +187,7 @@ class TierManager:
                 return Progress.WORKING if self._writes else Progress.MORE
         if self._writes:
             return Progress.WORKING
-        # Requests may have used, evicted or cancelled meanwhile what the round has passed: look at all of it once more.
+        # Requests may have used, evicted or cancelled nodes behind the walk. Look at the whole pool once more.
         has_written, self._has_written = self._has_written, False
         return Progress.MORE if has_written else Progress.AHEAD
 
@@ -201,7 +204,7 @@ class TierManager:
     def _finish_write(self, batch: MoveBatch, copied: Copied) -> None:
         del self._writes[batch]
         if copied.end == "failed":
-            self._has_written = False  # it may fail again: the pool must change before it is tried
+            self._has_written = False  # a failed write is not tried again before the pool changes
         self._verify(batch, copied)
         for move, num_pages, is_whole in batch.results(copied):
             self.moves.finish(move, num_pages, is_whole)
@@ -211,9 +214,9 @@ class TierManager:
                 resume()
 
     def cancel_writes(self) -> bool:
-        """End all writes, as a request lacks slots; return whether the pages that they locked are free already.
+        """Cancel all writes, because a request lacks slots; return True if all have ended and their pages are unlocked.
 
-        Else one chunk is being copied: `after_writes` calls back behind it.
+        If False, one chunk is still being copied: `after_writes` calls back when it has ended.
         """
         assert self.copier is not None
         for batch, copy in list(self._writes.items()):
@@ -223,13 +226,13 @@ class TierManager:
         return not self._writes
 
     def after_writes(self, resume: Callable[[], object]) -> None:
-        """Call `resume` once when no write is in flight any more."""
+        """Call `resume` once, when no write is in flight any more."""
         self._after_writes.append(resume)
 
     # ---------------------------------------------------------------- loads
 
     def holding(self, key: RadixKey, limit: int | None) -> AbstractContextManager[None]:
-        """Keep the prefix that the tier has of a key while a lease is opened: see `Moves.holding`."""
+        """Lock the tier's prefix of a key while a lease is opened, as `Moves.holding` says."""
         return self.moves.holding(key, limit) if self.is_instant else nullcontext()
 
     def has_more(self, key: RadixKey) -> bool:
@@ -237,14 +240,14 @@ class TierManager:
         return self.longest_prefix(key) > self.moves.upper.longest_prefix(key)
 
     def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float) -> Move | None:
-        """Begin to load what the tier has of a new lease's prompt beyond its prefix.
+        """Begin to load the part of a new lease's prompt that the tier has and the pool lacks.
 
         Args:
             limit: the lease reuses at most so many tokens.
             timeout_s: the load ends after this time, with the pages that were copied.
 
         Returns:
-            The move, which `when_loaded` waits for; None: there is nothing to load, or it was loaded in this call.
+            The move in flight, for `when_loaded`; None: there is nothing to load, or it was loaded in this call.
 
         Raises:
             OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
@@ -255,7 +258,7 @@ class TierManager:
         in_time = self._in_time(lease.prefix_len, timeout_s)
         move = self.moves.plan_load(lease, min(wanted, in_time))
         if move is None and in_time < wanted and not self._loads:
-            self._load_bytes_per_s = None  # else no load would measure it again
+            self._load_bytes_per_s = None  # A rate that allows no load would never be measured again.
         return move if move is not None and self._begin_load(move, timeout_s) else None
 
     def when_loaded(self, move: Move, on_end: Callable[[Finished], object]) -> None:
@@ -263,7 +266,7 @@ class TierManager:
         self._owners[move] = on_end
 
     def _in_time(self, prefix_len: int, timeout_s: float) -> int:
-        """Return the length of a prefix of which the part to load can be there in time, at the rate of recent loads."""
+        """Return how long a prefix may be so that its load ends in time, at the rate of recent loads."""
         if self._load_bytes_per_s is None or self.copier is None:
             return sys.maxsize
         queued = self.copier.queued_bytes(loads=True) if self._loads else 0
@@ -282,7 +285,7 @@ class TierManager:
 
     def _end_load(self, batch: MoveBatch, copied: Copied) -> None:
         (move,) = batch.moves
-        if self._loads.pop(move, None) is None:  # ended by `close`
+        if self._loads.pop(move, None) is None:  # `stop_copies` has ended it
             return
         assert self.copier is not None
         self._load_bytes_per_s = self.copier.counts(loads=True).bytes_per_s
@@ -300,19 +303,19 @@ class TierManager:
         return self.moves.running_load(key, limit) if self._loads else None
 
     def wait_for(self, move: Move, resume: Callable[[bool], object]) -> None:
-        """Call `resume` when a load has ended, with whether all of it was copied: in the order of these calls."""
+        """Call `resume(is_whole)` when a load has ended. Callbacks run in the order of their registration."""
         self._waiting.setdefault(move, []).append(resume)
 
     def prefetch(self, key: RadixKey) -> int:
-        """Begin to load the prefix of a key for no lease; return the tokens to load, 0 if there are none or no room.
+        """Begin to load the prefix of a key for no lease; return the number of tokens to load.
 
-        There is no room while requests wait for it.
+        0: nothing to load, no room, or requests wait for room.
         """
         if not self._is_ready() or not self._may_begin():
             return 0
         cache = self.moves.upper.cache
         in_flight = sum(len(move.key) - move.first for move in self._loads if move not in self._owners)
-        room = max(0, cache.num_slots // _PREFETCHED - in_flight)
+        room = max(0, int(_PREFETCH_SHARE * cache.num_slots) - in_flight)
         move = self.moves.plan_prefetch(key, self.moves.upper.longest_prefix(key) + room)
         if move is None:
             return 0
@@ -323,9 +326,9 @@ class TierManager:
     # ---------------------------------------------------------------- the end
 
     def stop_copies(self) -> None:
-        """End all moves. It waits for at most one chunk. No callback is called for them.
+        """End all moves, without callbacks. Blocks for one chunk at most.
 
-        The leases that were being filled end: call it when their sessions do not wait for them any more.
+        Leases that were being filled end, so no request may wait for them any more.
         """
         self._after_writes.clear()
         self._waiting.clear()
@@ -363,7 +366,7 @@ class TierManager:
     # ---------------------------------------------------------------- checks
 
     def _verify(self, batch: MoveBatch, copied: Copied) -> None:
-        """With `CacheConfig.validate`, compare what was copied with its source. O(bytes).
+        """Compare copied pages with their source, if `CacheConfig.validate` is set. O(bytes).
 
         Later the two may differ: a page that was evicted from the pool is computed again with other roundings.
         """
