@@ -238,12 +238,14 @@ class CacheLoad(Answer):
         leased_tokens: that open leases cover, cached prefixes included.
         unpublished_tokens: prompt tokens of open leases that were not cached at the grant and are not published yet.
         private_slots: slots that open leases may write.
+        loading_tokens: of unpublished_tokens, the tokens that are being loaded from a tier below the pool.
     """
 
     waiting_tokens: int = 0
     leased_tokens: int = 0
     unpublished_tokens: int = 0
     private_slots: int = 0
+    loading_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,9 @@ class FleetCacheStats(_Facts):
     leased_tokens: int = Field(description="that open leases cover")
     unpublished_tokens: int = Field(description="of prompts in open leases that are not computed yet")
     private_slots: int = Field(description="that open leases may write")
+    loading_tokens: int = Field(
+        default=0, description="of unpublished_tokens, those that are being loaded from a host tier: they wait less"
+    )
     batches: int = Field(description="of events, that were applied")
     snapshots: int = Field(description="that were taken")
     silent_s: float = Field(description="since the last batch or snapshot; an idle cache sends none")

@@ -102,7 +102,7 @@ class Fleet:
     ) -> None:
         """Make a router without caches; `open` finds them."""
         self.config = config
-        self.members = FleetMembers(directory, fingerprint, timeout_s, config.promise_ttl_s)
+        self.members = FleetMembers(directory, fingerprint, timeout_s, config)
         self.chooser = RouteChooser(self.members, config)
         self._timeout_s = timeout_s
 

@@ -75,6 +75,7 @@ def _row_of(members: FleetMembers, chooser: RouteChooser, column: int, member: F
         leased_tokens=load.leased_tokens,
         unpublished_tokens=load.unpublished_tokens,
         private_slots=load.private_slots,
+        loading_tokens=load.loading_tokens,
         batches=sum(feed.num_batches for feed in feeds),
         snapshots=sum(feed.num_snapshots for feed in feeds),
         silent_s=members.loop.time() - min(feed.heard_at for feed in feeds),

@@ -16,7 +16,7 @@ from raydix.actors.fleet.membership import PageShape, left_out_causes
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.actors.transport.validation import checked_name
 from raydix.cache_core import PageIndex
-from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest
+from raydix.schemas import CacheError, CacheUnavailable, InvalidRequest, RouteConfig
 from raydix.schemas.requests import DEVICE, HOST
 from raydix.schemas.shown import brief
 
@@ -37,7 +37,7 @@ class FleetMembers:
         directory: lists the caches.
         fingerprint: of the base model; None: the one of most caches.
         timeout_s: seconds to wait for a member that gets requests.
-        promise_ttl_s: the longest life of an open route.
+        config: how a member is chosen.
 
     Attributes:
         directory: lists the caches.
@@ -57,12 +57,12 @@ class FleetMembers:
     """
 
     def __init__(
-        self, directory: CacheDirectory, fingerprint: str | None, timeout_s: float, promise_ttl_s: float
+        self, directory: CacheDirectory, fingerprint: str | None, timeout_s: float, config: RouteConfig
     ) -> None:
         self.directory = directory
         self.loop = asyncio.get_running_loop()
         self.index = PageIndex()
-        self.routes = OpenRoutes(self.index, promise_ttl_s, self.loop.time)
+        self.routes = OpenRoutes(self.index, config.promise_ttl_s, self.loop.time, config.tier_cost["CPU"])
         self.feeds: dict[str, CacheFeed] = {}
         self.by_name: dict[str, FleetMember] = {}
         self.by_column: dict[int, FleetMember] = {}

@@ -58,17 +58,19 @@ class OpenRoutes:
     cache's events name them, one second at most. Nothing runs between calls: every call first ends what is too old.
     """
 
-    def __init__(self, index: PageIndex, ttl_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, index: PageIndex, ttl_s: float, clock: Callable[[], float], load_cost: float = 1.0) -> None:
         """Start without caches.
 
         Args:
             index: where the pages are promised.
             ttl_s: the longest life of a request here.
             clock: returns the time in seconds; it never goes back.
+            load_cost: of a token that a cache loads from a tier below its pool, as a share of computing it.
         """
         self._index = index
         self._ttl_s = ttl_s
         self._clock = clock
+        self._load_cost = load_cost
         self._places: dict[int, _Place] = {}
         self._by_age: deque[tuple[float, _Sent]] = deque()  # (time of its end, request)
         self._to_see: deque[tuple[float, _Sent]] = deque()  # (time at which it counts as seen, request)
@@ -89,7 +91,8 @@ class OpenRoutes:
         """Note a cache's load, and the pages that came with it: requests with such pages are part of the load."""
         place = self._places[column]
         place.load = load
-        place.reported = load.waiting_tokens + load.unpublished_tokens
+        saved = int((1 - self._load_cost) * load.loading_tokens)  # tokens
+        place.reported = load.waiting_tokens + load.unpublished_tokens - saved
         if place.awaited:
             for page in place.awaited.keys() & set(pages.tolist()):
                 for sent in place.awaited.pop(page):

@@ -422,13 +422,16 @@ class CacheService:
         return await self.wait_queue.outcome(session.session_id, request.ticket)
 
     def _load(self) -> CacheLoad:
-        """Return the load for slim events. O(leases and waiting requests)."""
+        """Return the load for slim events. O(leases, waiting requests and moves)."""
         leased = unpublished = 0
         for _, lease in self.core.leases.of_clients():
             leased += lease.num_slots
             if not lease.only_locks:
                 unpublished += max(0, len(lease.key) - max(lease.prefix_len, self.core.published_len(lease)))
-        return CacheLoad(self.wait_queue.num_tokens(), leased, unpublished, self.core.private_slots)
+        moves = [] if self.tiers is None else self.tiers.moves.in_flight
+        loads = [move for move in moves if move.is_load and move.target.filling_for and not move.target.only_locks]
+        loading = sum(move.stop - move.first for move in loads)
+        return CacheLoad(self.wait_queue.num_tokens(), leased, unpublished, self.core.private_slots, loading)
 
     async def next_events(self, request: NextEvents) -> PackedEvents:
         """Return the events of a tier that a client has not seen, or none after its timeout.

@@ -21,7 +21,7 @@ from raydix.actors.fleet import fleet as fleet_module
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.actors.service import event_feed
 from raydix.cache_core import PageIndex
-from raydix.schemas import CacheConfig, EvictRequest, HostConfig, PoolExhausted, RouteConfig
+from raydix.schemas import CacheConfig, HostConfig, PoolExhausted, RouteConfig
 
 NUM_OPERATIONS = 150
 NUM_OPERATIONS_LONG = 3_000
@@ -112,7 +112,7 @@ class Traffic:
         cache = self.any_cache()
         await cache.open()
         tier = self.random.choice(["device", *cache.config.tiers_below])
-        await cache.session.ask(EvictRequest(num_tokens=self.random.randrange(1, 200), tier=tier))
+        await cache.evict(self.random.randrange(1, 200), tier)
 
     async def reset(self) -> None:
         await self.any_cache().reset()

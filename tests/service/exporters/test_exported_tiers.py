@@ -21,7 +21,6 @@ from raydix.schemas import (
     AllBlocksCleared,
     CacheConfig,
     EvictionConfig,
-    EvictRequest,
     HostConfig,
     InvalidRequest,
     StaleEpoch,
@@ -37,7 +36,7 @@ def tiered(**fields: Any) -> CacheConfig:
 
 
 async def evict(cache: LocalPrefixCache, num_pages: int, tier: str) -> None:
-    await cache.session.ask(EvictRequest(num_tokens=num_pages * PAGE, tier=tier))
+    await cache.evict(num_pages * PAGE, tier)
 
 
 def media_of(subscriber: VllmSubscriber) -> set[str]:

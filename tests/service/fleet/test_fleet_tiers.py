@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 from pydantic import ValidationError
 from support.fleet.running_fleet import STRIDE, caught_up, check_index, local_fleet, prompt, publish, slim, until
 from support.more import more
+from support.tiers.gated_loads import GatedLoads, host_config, publish_on_host
 
-from raydix.actors import LocalPrefixCache
+from raydix.actors import LocalPrefixCache, connect_fleet
 from raydix.actors.fleet import cost, members
-from raydix.schemas import EvictRequest, HostConfig, PoolConfig, RouteConfig
+from raydix.schemas import HostConfig, PoolConfig, RouteConfig
 
 HOST = HostConfig(num_slots=16_384)
 TIERED = slim(host=HOST)
@@ -27,7 +29,7 @@ def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def evict(cache: LocalPrefixCache, tier: str, num_tokens: int = 16_384) -> None:
     """Evict tokens of a tier; those of the pool are written to the host before."""
-    await cache.session.ask(EvictRequest(num_tokens=num_tokens, tier=tier))
+    await cache.evict(num_tokens, tier)
 
 
 async def test_a_prefix_on_the_host_is_chosen_before_none_and_after_one_in_a_pool() -> None:
@@ -195,6 +197,27 @@ async def test_longer_prefixes_of_caches_that_may_not_be_chosen_hide_no_host(mon
             async with await fleet.route(prompt(1, 5), among=["c0", "c1"]) as route:
                 assert (route.cache, route.host_len) == ("c1", 2 * STRIDE)
                 route.cancel()
+
+
+async def test_tokens_that_a_cache_loads_wait_as_their_share() -> None:
+    loaded, computed = list(range(16)), list(range(100, 108))
+    async with LocalPrefixCache(host_config(events="slim", events_stride_tokens=4)) as cache:
+        gate = GatedLoads(cache)
+        await publish_on_host(cache, loaded)
+        async with await connect_fleet({"a": cache}, timeout_s=10) as fleet:
+            assert fleet.stats().caches[0].pending_tokens == 0
+            waiting = asyncio.ensure_future(cache.acquire(loaded + computed).__aenter__())
+            await gate.until_begun()
+            await until(lambda: fleet.stats().caches[0].loading_tokens == 16)
+            row = fleet.stats().caches[0]
+            assert (row.unpublished_tokens, row.pending_tokens) == (16 + 8, 24 - int(0.9 * 16))
+
+            gate.pass_chunks()
+            lease = await waiting
+            assert lease.loaded.host == 16
+            await until(lambda: fleet.stats().caches[0].loading_tokens == 0)
+            assert fleet.stats().caches[0].pending_tokens == 8
+            await lease.release()
 
 
 KINDS: dict[str, dict[str, Any]] = {

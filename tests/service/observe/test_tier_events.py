@@ -20,7 +20,6 @@ from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
     EvictionConfig,
-    EvictRequest,
     HostConfig,
     InvalidRequest,
     KVEventBatch,
@@ -49,7 +48,7 @@ async def cache(request: pytest.FixtureRequest, access: Access) -> AsyncIterator
 
 
 async def evict(client: PrefixCacheClient, num_pages: int, tier: str) -> None:
-    await client.session.ask(EvictRequest(num_tokens=num_pages * PAGE, tier=tier))
+    await client.evict(num_pages * PAGE, tier)
 
 
 async def the_next(client: PrefixCacheClient, after_seq: int | None, tier: str) -> KVEventBatch:
