@@ -101,12 +101,14 @@ def test_it_ends_after_its_time(namespace: str) -> None:
     options = ("--namespace", namespace, "--endpoint", "tcp://127.0.0.1:*", "--seconds", "0.2")
 
     assert run_json("export-events", "kv-0", *options)["snapshots"] == 1
-    assert "1 snapshot" in run("export-events", "kv-0", *options).stdout
+    assert "1 snapshot" in run("export-events", "kv-0", *options, "--tier", "device").stdout
 
 
 def test_it_refuses_with_advice(namespace: str) -> None:
     slim = run("export-events", "slim-0", "--namespace", namespace, exit_code=1)
     assert "CacheConfig(events='full')" in slim.stderr
+    tiers = run("export-events", "kv-0", "--namespace", namespace, "--tier", "host", exit_code=1)
+    assert "tiers must be of 'device', not 'host'" in tiers.stderr
     wrong = run("export-events", "kv-0", "--namespace", namespace, "--endpoint", "nowhere", exit_code=1)
     assert "endpoint must be" in wrong.stderr
     run("export-events", "no-such", "--namespace", namespace, exit_code=3)
