@@ -23,7 +23,7 @@ from support.exporters.running_exporter import FREE_PORT, PAGE, exporting, full,
 from raydix.actors import LocalPrefixCache
 from raydix.actors.exporters.vllm_events import VllmEventExporter
 from raydix.cache_core import KVCache
-from raydix.schemas import CacheConfig, frame_namespace
+from raydix.schemas import CacheConfig, EvictionConfig, HostConfig, frame_namespace
 
 PINNED = "1.6.1"
 pytestmark = pytest.mark.skipif(
@@ -78,12 +78,18 @@ class Indexer:
 
     async def scores(self, model: str, ids: list[int], **namespace: str | None) -> dict[str, int]:
         """Return the matched tokens of each instance that has some."""
+        instances = await self.instances(model, ids, **namespace)
+        return {name: each["longest_matched"] for name, each in instances.items()}
+
+    async def instances(self, model: str, ids: list[int], **namespace: str | None) -> dict[str, dict[str, int]]:
+        """Return the matched tokens of each instance that has some, by where they are."""
         salt, extra_key = namespace.get("cache_salt"), namespace.get("extra_key")
         if extra_key is not None:
             salt = frame_namespace(extra_key, None, salt)
         named = {"lora_name": namespace.get("lora_id"), "cache_salt": salt}
         answer = await self.post("/query", token_ids=ids, model_name=model, **named)
-        return {name: each["longest_matched"] for name, each in answer["instances"].items()}
+        instances: dict[str, dict[str, int]] = answer["instances"]
+        return instances
 
     def close(self) -> None:
         """End the process."""
@@ -174,3 +180,26 @@ async def test_it_counts_the_group_of_the_full_kv_alone(indexer: Indexer) -> Non
                     await asyncio.sleep(0.05)
                 await asyncio.sleep(0.2)
                 assert await indexer.scores(model, ids) == found
+
+
+async def test_it_finds_in_each_tier_what_a_match_finds_there(indexer: Indexer) -> None:
+    config = full(8, eviction=EvictionConfig(high_watermark=1.0), host=HostConfig(num_slots=32 * PAGE))
+    random, model, num_deeper = Random(7), "model-tiers", 0
+    async with LocalPrefixCache(config) as cache, exporting(cache, replay_endpoint=FREE_PORT) as exporter:
+        await indexer.register(exporter, 9, model)
+        for number in range(60):
+            await publish(cache, *[random.randrange(3) for _ in range(random.randrange(1, 6))])
+            if number % 6 == 5:
+                await cache.evict(random.randrange(1, 8) * PAGE, random.choice(["device", "host"]))
+            if number == 40:
+                await cache.reset()
+            if number % 10 == 9:
+                ids = [*tokens(*(random.randrange(3) for _ in range(3))), 7]
+                match = await cache.match(ids)
+                wanted = {"gpu": match.prefix_len, "cpu": match.host_len}
+                until = time.monotonic() + 60
+                while (found := (await indexer.instances(model, ids)).get("9", {"gpu": 0, "cpu": 0})) | wanted != found:
+                    assert time.monotonic() < until, (found, wanted)
+                    await asyncio.sleep(0.05)
+                num_deeper += match.host_len > match.prefix_len
+    assert num_deeper
