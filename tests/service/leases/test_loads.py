@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from support.caches.cache_in_process import HandleInProcess
+from support.caches.cache_kinds import KindUnderTest, bigram, hybrid, mamba, radix, window
+from support.caches.cache_under_test import CacheUnderTest
 from support.more import more
 from support.tiers.demotion import demote
 from support.tiers.gated_loads import PAGE, GatedLoads, host_config, publish_on_host
@@ -159,6 +161,29 @@ async def test_requests_for_one_prompt_wait_for_one_load_without_slots(scene: Sc
     assert (await scene.host()).loads == {"whole": 1}
     for lease in leases:
         await lease.release()
+
+
+KINDS = [window(4, 6), *more(window(4, 6, bigram=True)), mamba(4), hybrid(4, 6), *more(bigram(4), radix(16, 3))]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+async def test_each_kind_loads_where_a_hit_may_end(kind: KindUnderTest) -> None:
+    cache = CacheUnderTest.reached("local", kind.with_host().cache_config(), None, kind)
+    local = cache.cache
+    assert isinstance(local, LocalPrefixCache)
+    await cache.publish(1, 2, 3, 4)
+    prompt, reusable = cache.tokens(1, 2, 3, 4, 5), cache.reusable(4) * cache.page_size
+
+    for verb in (local.acquire, local.lock):
+        await demote(local)
+        found = await local.match(prompt)
+        assert (found.prefix_len, found.host_len) == (0, reusable)
+        async with verb(prompt, load_timeout_s=60) as lease:
+            assert (lease.prefix_len, lease.loaded) == (reusable, Loaded(reusable))
+        async with verb(prompt) as lease:
+            assert (lease.prefix_len, lease.loaded) == (reusable, Loaded())
+    await demote(local)
+    await cache.close()
 
 
 # ---------------------------------------------------------------- failed and late loads

@@ -9,6 +9,7 @@ PUBLIC = {
     "raydix.actors": {
         "AttachedPool",
         "Lease",
+        "Loaded",
         "LocalPrefixCache",
         "PrefixCacheActor",
         "PrefixCacheClient",
