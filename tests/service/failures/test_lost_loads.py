@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -329,3 +330,49 @@ async def test_requests_that_are_cancelled_and_clients_that_close_meanwhile_leav
         )
         await cache.client.check_invariants()
         await cache.client.evict(10**6)
+
+
+# ---------------------------------------------------------------- the end of the cache
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_cache_that_closes_during_a_load_fails_its_request_behind_one_chunk(verb: str) -> None:
+    cache = LocalPrefixCache(host_config())
+    gate = GatedLoads(cache)
+    await publish_on_host(cache, PROMPT)
+    client = PrefixCacheClient(cache)
+    task = asyncio.ensure_future(getattr(client, verb.split()[0])(PROMPT, **VERBS[verb]))
+    await gate.until_begun()
+    threading.Timer(0.05, gate.pass_chunks, (1,)).start()  # The close stands still until the chunk has ended.
+
+    await cache.close()
+
+    with pytest.raises(CacheUnavailable):
+        await task
+    assert gate.num_begun == 1
+    cache.service.core.check_invariants()
+    stats = cache.service.stats()
+    assert (stats.open_leases, stats.private_slots, stats.protected_slots) == (0, 0, 0)
+    assert stats.host is not None
+    assert (stats.host.state, stats.host.moves_in_flight) == ("closed", 0)
+    await client.close()
+
+
+async def test_a_cache_that_drains_during_a_load_refuses_its_request() -> None:
+    cache = LocalPrefixCache(host_config())
+    gate = GatedLoads(cache)
+    await publish_on_host(cache, PROMPT)
+    client = PrefixCacheClient(cache)
+    tasks = [asyncio.ensure_future(client.acquire(PROMPT)) for _ in range(2)]
+    await gate.until_begun()
+    closing = asyncio.ensure_future(cache.close(drain_s=60))
+    for task in tasks:
+        with pytest.raises(CacheUnavailable, match=r"shut|drain"):
+            await task
+    gate.pass_chunks()
+
+    async with asyncio.timeout(30):
+        await closing
+    stats = cache.service.stats()
+    assert (stats.open_leases, stats.private_slots) == (0, 0)
+    await client.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from inspect import signature
 from random import Random
 from typing import Any
 
@@ -14,9 +16,10 @@ from support.caches.cache_kinds import KINDS, PAGES_OF_ONE, KindUnderTest, mamba
 from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 from support.more import more
 
-from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, acquire_ranks, start_cache
+from raydix.actors import Fleet, Lease, LocalPrefixCache, PrefixCacheClient, acquire_ranks, start_cache
 from raydix.actors.client import rank_leases
 from raydix.actors.client.rank_leases import lease_ranks, revoke_grants
+from raydix.actors.client.shared_acquire import SharedAcquire
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
@@ -634,3 +637,38 @@ async def test_the_caches_have_one_page_size() -> None:
         with pytest.raises(InvalidRequest, match=r"same page_size, but in the order of clients they have \[1, 16\]"):
             await acquire_ranks([first, second], [1])
         assert [(await cache.stats()).acquires for cache in (first, second)] == [0, 0]
+
+
+# ---------------------------------------------------------------- the same arguments
+
+
+def test_ranks_and_routers_take_the_arguments_of_acquire() -> None:
+    def options(verb: Callable[..., Any]) -> dict[str, Any]:
+        return {
+            name: part.default for name, part in signature(verb).parameters.items() if part.kind is part.KEYWORD_ONLY
+        }
+
+    assert options(acquire_ranks) == options(Fleet.acquire) == options(PrefixCacheClient.acquire)
+
+
+async def test_each_argument_of_a_shared_acquire_reaches_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "new_tokens": 1,
+        "priority": 2,
+        "resumed": True,
+        "boundary_state": True,
+        "load": False,
+        "load_timeout_s": 3.0,
+    }
+    shared = SharedAcquire([1, 2], extra_key="a", lora_id="b", cache_salt="c", max_prefix_len=9, timeout_s=9.0, **given)
+    async with LocalPrefixCache(small_config()) as cache:
+        sent: list[Any] = []
+        ask = cache.session.ask
+        monkeypatch.setattr(cache.session, "ask", lambda request: sent.append(request) or ask(request))
+
+        await (await shared.send(cache, max_prefix_len=1, timeout_s=0.5)).release()
+
+    (request,) = sent
+    changed = {"lease_id": request.lease_id, "max_prefix_len": 1, "timeout_s": 0.5}
+    assert request == dataclasses.replace(shared.request, **changed)
+    assert all(getattr(request, name) == value for name, value in given.items())
