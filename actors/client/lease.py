@@ -53,7 +53,11 @@ def make_ownership_error(lease: Any) -> CacheError:
 
 
 class Loaded(NamedTuple):
-    """Tokens of a lease's prefix that were loaded for it, by tier; `sum(lease.loaded)` is their number."""
+    """Tokens of a lease's prefix that were loaded for it, by tier; `sum(lease.loaded)` is their number.
+
+    Attributes:
+        host: from the tier in host memory.
+    """
 
     host: int = 0
 
