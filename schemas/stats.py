@@ -75,7 +75,7 @@ class TierStats(PydanticMessage):
     )
     writes: dict[str, int] = Field(default_factory=dict, description="batches of writes by their end, as loads")
     moves_in_flight: int = 0
-    loading_requests: int = Field(default=0, description="requests that wait for a load")
+    loading_requests: int = Field(default=0, description="requests that wait for a load, or for the end of writes")
     loaded_bytes: int = 0
     load_s: float = Field(default=0.0, description="seconds of the copies of loads")
     written_bytes: int = 0

@@ -57,7 +57,7 @@ def tier_stats(tiers: TierManager, num_loading: int) -> TierStats:
     """Return the statistics of the tier below the pool.
 
     Args:
-        num_loading: requests that wait for a load.
+        num_loading: requests that wait for a load, or for the end of writes.
     """
     below, counts, copier = tiers.moves.lower.cache, tiers.moves.counts, tiers.copier
     copies: dict[str, Any] = {}
