@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,8 +89,8 @@ class SecondUse:
 
 def _contains(filter_words: _Words, words: NDArray[np.int64], masks: _Words) -> NDArray[np.bool_]:
     """Return for each page whether all its bits are set."""
-    found: NDArray[Any] = filter_words[words] & masks
-    return (found != 0).all(axis=0)
+    found: NDArray[np.bool_] = ((filter_words[words] & masks) != 0).all(axis=0)
+    return found
 
 
 def _mixed(numbers: _Words) -> _Words:

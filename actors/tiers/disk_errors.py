@@ -1,0 +1,61 @@
+"""The errors of a disk tier at work. A disk that cannot be used from the start is refused with `CacheUnavailable`.
+
+DiskError
+├── DiskFull        the file system has no room
+├── DiskFailed      a call of the operating system failed, or a device did
+├── ShortTransfer   fewer bytes were read or written than asked for
+├── IndexDamaged    the index is no database, or a malformed one
+└── FolderInUse     another process has the folder
+"""
+
+from __future__ import annotations
+
+import errno
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskError(Exception):
+    """A disk tier could not read or write."""
+
+
+class DiskFull(DiskError):
+    """The file system has no room."""
+
+
+class DiskFailed(DiskError):
+    """A call of the operating system failed."""
+
+
+class ShortTransfer(DiskError):
+    """Fewer bytes were read or written than asked for."""
+
+
+class IndexDamaged(DiskError):
+    """The index is no database of this format, or a malformed one."""
+
+
+class FolderInUse(DiskError):
+    """Another process has the folder.
+
+    Attributes:
+        pid: of that process; None: it has not written it yet.
+    """
+
+    def __init__(self, path: str, pid: int | None) -> None:
+        super().__init__(path, pid)
+        self.path = path
+        self.pid = pid
+
+    def __str__(self) -> str:
+        return f"{self.path} is locked by {'another process' if self.pid is None else f'pid {self.pid}'}"
+
+
+def disk_error(error: OSError, doing: str) -> DiskError:
+    """Return the error that stands for an `OSError`.
+
+    Args:
+        doing: the call, such as "reading 3 records of pages.bin".
+    """
+    kind = DiskFull if error.errno in _NO_ROOM else DiskFailed
+    return kind(f"{doing} failed: {error.strerror or error}")
