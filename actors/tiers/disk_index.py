@@ -1,0 +1,465 @@
+"""`DiskIndex`: which page each record of a disk tier holds, in one SQLite database.
+
+    layout   the format of the records: one row
+    spaces   namespaces with the fingerprints of the models that computed their KV
+    rows     one for each record: its page, by the digest, and its sum
+
+A row is committed behind its record, and is gone before its record is used for another page. So a record without a row
+is unused, and a row names the record of its page, or one whose sum is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from time import time
+from typing import Any, NamedTuple
+
+from raydix.actors.tiers.disk_errors import DiskError, DiskFailed, DiskFull, IndexDamaged
+from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.record_sums import DIGEST_BYTES, SUM_BYTES
+from raydix.cache_core.tiers.page_records import KINDS, Kind
+from raydix.schemas import CacheUnavailable
+from raydix.schemas.shown import brief, byte_size
+
+FORMAT = 1
+INDEX = "index.db"
+ROW_BYTES = 300  # reserved for a row and its place in the order, without token ids
+
+
+_NEW = "index.new"
+_SUFFIXES = ("", "-wal", "-shm", "-journal")  # of the files that SQLite makes
+_APPLICATION = 0x52594458  # "RYDX", in the header of the file
+_FILLER_BYTES = 64 * 2**20  # of one blob
+_ROWS_OF_PAGE = 8  # of a full page of the database, at least
+_SLACK = 1.5  # A database of many changes is two thirds full.
+_CHECKPOINT_PAGES = 1000
+_ORPHANS = 512  # rows of deleted spaces that one call of `clean` deletes
+
+_SCHEMA = """
+CREATE TABLE layout (digest TEXT NOT NULL, page_size INTEGER NOT NULL, description TEXT NOT NULL) STRICT;
+CREATE TABLE spaces (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again
+    namespace BLOB,  -- NULL: the default namespace
+    base TEXT NOT NULL,
+    adapter TEXT,
+    label TEXT NOT NULL,
+    arity INTEGER NOT NULL,
+    created REAL NOT NULL
+) STRICT;
+CREATE TABLE rows (
+    kind INTEGER NOT NULL,
+    record INTEGER NOT NULL,
+    space INTEGER NOT NULL,
+    depth INTEGER NOT NULL,
+    digest BLOB NOT NULL,
+    sum BLOB NOT NULL,
+    parent BLOB,
+    tokens BLOB,
+    planes INTEGER NOT NULL,
+    PRIMARY KEY (kind, record)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX by_depth ON rows (space, depth, kind, record);
+"""
+
+
+class IndexLayout(NamedTuple):
+    """The format of the records.
+
+    Attributes:
+        digest: of the format.
+        page_size: tokens of a page.
+        description: the segments and their types, as JSON.
+    """
+
+    digest: str
+    page_size: int
+    description: str
+
+
+class Space(NamedTuple):
+    """A namespace, and the models that computed its KV.
+
+    Attributes:
+        number: of this space alone, for ever.
+        namespace: its `extra_key`.
+        base, adapter: fingerprints of the base model and of the adapter; None: there is no adapter.
+        label: of the base's weights.
+        arity: ids of a tuple in its keys; 0: plain ids.
+        created: seconds since the epoch.
+    """
+
+    number: int
+    namespace: str | None
+    base: str
+    adapter: str | None
+    label: str
+    arity: int
+    created: float
+
+
+class IndexRow(NamedTuple):
+    """The page that a record holds.
+
+    Attributes:
+        kind: of the record: KV of a page, window KV of a page, or the state at the end of a page.
+        record: its number in the file of its kind.
+        space: number of the page's space.
+        depth: pages from the root to the end of this page: 1 for the first page.
+        digest: SHA-256 chain of the page.
+        record_sum: of the record.
+        parent: digest of the page above; None: it is the first page, or the cache does not know.
+        tokens: packed ids of the page; None: the cache does not know, or the row is of another kind than "full".
+        planes: bits of the optional planes that the record has.
+    """
+
+    kind: Kind
+    record: int
+    space: int
+    depth: int
+    digest: bytes
+    record_sum: bytes
+    parent: bytes | None = None
+    tokens: bytes | None = None
+    planes: int = 0
+
+    @property
+    def place(self) -> RowPlace:
+        """Where the row stands in the order of its space."""
+        return RowPlace(self.depth, KINDS.index(self.kind), self.record)
+
+
+class RowPlace(NamedTuple):
+    """A place in the order of a space's rows: by depth, then kind, then record."""
+
+    depth: int
+    kind: int
+    record: int
+
+
+FIRST = RowPlace(0, 0, 0)
+
+
+def index_bytes(num_pages: int, page_size: int, num_others: int = 0) -> int:
+    """Return the bytes to reserve for an index: about 400 for a page of 16 tokens.
+
+    Args:
+        num_others: records of window KV and of states.
+    """
+    return (num_pages + num_others) * ROW_BYTES + int(_SLACK * 4 * page_size * num_pages)
+
+
+def log_bytes(page_size: int) -> int:
+    """Return the bytes that the log of the database takes, about."""
+    return 2 * _CHECKPOINT_PAGES * _page_bytes(page_size)
+
+
+def _page_bytes(page_size: int) -> int:
+    """Return the size of a page of the database, so that rows with token ids waste little of it."""
+    wanted = _ROWS_OF_PAGE * int(ROW_BYTES / _SLACK + 4 * page_size)
+    return min(65536, max(4096, 1 << (wanted - 1).bit_length()))
+
+
+class DiskIndex:
+    """The index of one folder. All calls must come from the thread that made it, and from one process.
+
+    A new index has room for all its rows, so that a full disk is met at the start.
+
+    Args:
+        path: of the folder.
+        layout: of the records.
+        room: bytes that a new index reserves, as of `index_bytes`.
+        calls: of the operating system.
+
+    Attributes:
+        num_bad_rows: rows that were read and are no rows of this format, so far.
+
+    Raises:
+        CacheUnavailable: the index is of another layout or version, or there is no room for it.
+        IndexDamaged: the file is no database, or a malformed one. `discard` removes it.
+        DiskError: it could not be read or written.
+    """
+
+    def __init__(self, path: str, layout: IndexLayout, *, room: int = 0, calls: FileCalls | None = None) -> None:
+        self._calls = calls or FileCalls()
+        self._layout = layout
+        self.num_bad_rows = 0
+        self._past_orphans = 0  # spaces up to here have no orphans
+        if not _exists(path):
+            self._create(path, room)
+        self._db = self._connect(os.path.join(path, INDEX))
+        try:
+            self._check_layout()
+            self._live = {space.number for space in self.spaces()}
+        except BaseException:
+            self._db.close()
+            raise
+
+    @staticmethod
+    def discard(path: str) -> None:
+        """Remove the index of a folder that nothing has open. Its records are unused from then on."""
+        for name in (INDEX, _NEW):
+            for suffix in _SUFFIXES:
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, name + suffix))
+
+    def close(self) -> None:
+        """Close the index. All commits are kept."""
+        with _typed("closing the index"):
+            self._db.close()
+
+    # ---------------------------------------------------------------- spaces
+
+    def spaces(self) -> list[Space]:
+        """Return the spaces, the oldest first."""
+        columns = "number, namespace, base, adapter, label, arity, created"
+        with _typed("reading the index"):
+            found = self._db.execute(f"SELECT {columns} FROM spaces ORDER BY number").fetchall()
+        try:
+            return [
+                Space(number, None if name is None else name.decode("utf-8", "surrogatepass"), *others)
+                for number, name, *others in found
+            ]
+        except (AttributeError, UnicodeDecodeError) as error:
+            raise IndexDamaged(f"reading the index failed: {error}") from error
+
+    def add_space(self, namespace: str | None, base: str, adapter: str | None, label: str, arity: int = 0) -> Space:
+        """Add a space, and return it."""
+        name = None if namespace is None else namespace.encode("utf-8", "surrogatepass")
+        created = time()
+        with self._transaction("adding a space to the index"):
+            number = self._db.execute(
+                "INSERT INTO spaces (namespace, base, adapter, label, arity, created) VALUES (?, ?, ?, ?, ?, ?)",
+                (name, base, adapter, label, arity, created),
+            ).lastrowid
+        assert number is not None
+        self._live.add(number)
+        return Space(number, namespace, base, adapter, label, arity, created)
+
+    def delete_spaces(self, numbers: Iterable[int]) -> None:
+        """Delete spaces with all their rows. When this returns, no crash can bring them back.
+
+        They take no rows from this call on, also if it fails; then it must be repeated. `clean` frees their rows' room.
+        """
+        numbers = list(numbers)
+        self._live.difference_update(numbers)
+        with _typed("deleting spaces of the index"):
+            self._db.execute("PRAGMA synchronous=FULL")
+        try:
+            with self._transaction("deleting spaces of the index"):
+                self._db.executemany("DELETE FROM spaces WHERE number = ?", [(number,) for number in numbers])
+        finally:
+            with suppress(sqlite3.Error):
+                self._db.execute("PRAGMA synchronous=NORMAL")
+        self._past_orphans = 0
+
+    def clean(self) -> bool:
+        """Delete some rows of deleted spaces; return whether there may be more."""
+        with self._transaction("deleting rows of the index"):
+            while (space := self._next_space()) is not None:
+                if space not in self._live:
+                    self._db.execute(
+                        "DELETE FROM rows WHERE (kind, record) IN "
+                        "(SELECT kind, record FROM rows WHERE space = ? ORDER BY depth LIMIT ?)",
+                        (space, _ORPHANS),
+                    )
+                    return True
+                self._past_orphans = space
+        return False
+
+    def _next_space(self) -> int | None:
+        sql = "SELECT space FROM rows WHERE space > ? ORDER BY space LIMIT 1"
+        found = self._db.execute(sql, (self._past_orphans,)).fetchone()
+        return None if found is None else found[0]
+
+    # ---------------------------------------------------------------- rows
+
+    def commit(self, added: Sequence[IndexRow] = (), removed: Iterable[tuple[Kind, int]] = ()) -> list[IndexRow]:
+        """Remove rows, and add rows behind their records: all of them or, after a crash, none.
+
+        Args:
+            added: rows of records that have been written. A row of a deleted space is not added.
+            removed: kinds and numbers of records; without a row they are ignored.
+
+        Returns:
+            The added rows.
+        """
+        rows = [row for row in added if row.space in self._live]
+        with self._transaction("writing the index"):
+            self._db.executemany(
+                "DELETE FROM rows WHERE kind = ? AND record = ?",
+                [(KINDS.index(kind), record) for kind, record in removed],
+            )
+            # A row of a deleted space may be left for the same record.
+            self._db.executemany(
+                "INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [(KINDS.index(row.kind), *row[1:]) for row in rows],
+            )
+        return rows
+
+    def rows(self, space: int, after: RowPlace = FIRST, limit: int = 4096) -> tuple[list[IndexRow], RowPlace | None]:
+        """Read rows of a space by depth, from behind a place.
+
+        Returns:
+            The rows, and the place from which to go on; None: there are no more.
+        """
+        with _typed("reading the index"):
+            found = self._db.execute(
+                "SELECT kind, record, space, depth, digest, sum, parent, tokens, planes FROM rows "
+                "WHERE space = ? AND (depth, kind, record) > (?, ?, ?) ORDER BY depth, kind, record LIMIT ?",
+                (space, *after, limit),
+            ).fetchall()
+        good = [IndexRow(KINDS[row[0]], *row[1:]) for row in found if self._is_row(row)]
+        self.num_bad_rows += len(found) - len(good)
+        return good, RowPlace(found[-1][3], *found[-1][:2]) if len(found) == limit else None
+
+    def _is_row(self, values: tuple[Any, ...]) -> bool:
+        """Return whether the values of a row have the types and sizes of this format."""
+        kind, record, space, depth, digest, record_sum, parent, tokens, planes = values
+        return (
+            all(type(number) is int and number >= 0 for number in (kind, record, space, depth, planes))
+            and all(type(part) is bytes for part in (digest, record_sum, parent or b"", tokens or b""))
+            and kind < len(KINDS)
+            and record > 0
+            and depth > 0
+            and len(digest) == DIGEST_BYTES
+            and len(record_sum) == SUM_BYTES
+            and (parent is None or len(parent) == DIGEST_BYTES)
+            and (tokens is None or (len(tokens) > 0 and len(tokens) % (4 * self._layout.page_size) == 0))
+        )
+
+    def num_rows(self, space: int) -> int:
+        """Return the number of a space's rows. O(rows)."""
+        with _typed("reading the index"):
+            found = self._db.execute("SELECT count(*) FROM rows WHERE space = ?", (space,)).fetchone()
+        return int(found[0])
+
+    # ---------------------------------------------------------------- the database
+
+    @contextmanager
+    def _transaction(self, doing: str) -> Iterator[None]:
+        """Do all of the block or nothing."""
+        with _typed(doing):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    with suppress(sqlite3.Error):  # The transaction ends with the connection, at the latest.
+                        self._db.execute("ROLLBACK")
+                raise
+
+    def _connect(self, path: str) -> sqlite3.Connection:
+        with _typed("opening the index"):
+            db = self._calls.connect(path)
+            try:
+                # Only this process uses the database: the index of its log needs no shared memory.
+                db.execute("PRAGMA locking_mode=EXCLUSIVE").fetchall()
+                (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
+                if mode != "wal":
+                    raise DiskFailed(f"opening the index failed: it has the journal mode {mode!r} and no log")
+                db.execute("PRAGMA synchronous=NORMAL")
+                for pragma in ("temp_store=MEMORY", "trusted_schema=OFF", "cell_size_check=ON"):
+                    db.execute(f"PRAGMA {pragma}")
+                db.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}").fetchall()
+            except BaseException:
+                db.close()
+                raise
+        return db
+
+    def _check_layout(self) -> None:
+        with _typed("reading the index"):
+            application = self._db.execute("PRAGMA application_id").fetchone()[0]
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if application != _APPLICATION:
+                raise IndexDamaged("reading the index failed: the file is a database of another program")
+            if version != FORMAT:
+                raise CacheUnavailable(
+                    f"the disk cannot be used: its index has format {version}, and this version of Raydix reads "
+                    f"format {FORMAT}. `raydix disk clear` removes it"
+                )
+            found = self._db.execute("SELECT digest, page_size FROM layout").fetchall()
+        if found != [self._layout[:2]]:
+            raise CacheUnavailable(
+                f"the disk cannot be used: its index is of the layout {brief(found)}, and the cache's is "
+                f"{brief(self._layout[:2])}. `raydix disk clear` removes it"
+            )
+
+    def _create(self, path: str, room: int) -> None:
+        """Make an index with room for its rows. It appears when it is whole."""
+        self.discard(path)
+        new = os.path.join(path, _NEW)
+        try:
+            with _typed("making the index"):
+                os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+                db = self._calls.connect(new)
+                try:
+                    self._fill(db, room)
+                finally:
+                    db.close()
+                _sync(new)
+                os.rename(new, os.path.join(path, INDEX))
+                _sync(path)
+        except DiskFull as error:
+            self.discard(path)
+            raise CacheUnavailable(f"the disk cannot be used: no room for the index of {byte_size(room)}") from error
+
+    def _fill(self, db: sqlite3.Connection, room: int) -> None:
+        """Make the tables of a new database, and pages that are free."""
+        db.execute(f"PRAGMA page_size={_page_bytes(self._layout.page_size)}")
+        db.execute("PRAGMA journal_mode=OFF").fetchall()
+        db.execute("PRAGMA synchronous=OFF")
+        db.execute(f"PRAGMA application_id={_APPLICATION}")
+        db.execute(f"PRAGMA user_version={FORMAT}")
+        db.execute("BEGIN")
+        db.execute("CREATE TABLE filler (bytes BLOB)")
+        for start in range(0, room, _FILLER_BYTES):
+            db.execute("INSERT INTO filler VALUES (zeroblob(?))", (min(_FILLER_BYTES, room - start),))
+        db.execute("DROP TABLE filler")
+        for statement in _SCHEMA.split(";")[:-1]:
+            db.execute(statement)
+        db.execute("INSERT INTO layout VALUES (?, ?, ?)", self._layout)
+        db.execute("COMMIT")
+
+
+def _exists(path: str) -> bool:
+    """Return whether a folder has an index, which must be a file of this user, as its log must."""
+    names = [INDEX + suffix for suffix in _SUFFIXES]
+    for name in names:
+        with suppress(FileNotFoundError):
+            facts = os.lstat(os.path.join(path, name))
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+                raise CacheUnavailable(f"the disk cannot be used: {name} must be a file of this user: remove it")
+    return os.path.exists(os.path.join(path, INDEX))
+
+
+def _sync(path: str) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _typed(doing: str) -> Iterator[None]:
+    """Raise errors of SQLite and of the operating system as errors of the disk tier."""
+    try:
+        yield
+    except sqlite3.ProgrammingError:  # a fault of the caller
+        raise
+    except sqlite3.Error as error:
+        raise _disk_error(error, doing) from error
+    except OSError as error:
+        raise DiskFailed(f"{doing} failed: {error}") from error
+
+
+def _disk_error(error: sqlite3.Error, doing: str) -> DiskError:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # without the detail
+    kind = {sqlite3.SQLITE_FULL: DiskFull, sqlite3.SQLITE_CORRUPT: IndexDamaged, sqlite3.SQLITE_NOTADB: IndexDamaged}
+    return kind.get(code, DiskFailed)(f"{doing} failed: {error}")
