@@ -32,6 +32,7 @@ ROW_BYTES = 300  # reserved for a row and its place in the order, without token 
 
 _NEW = "index.new"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")  # of the files that SQLite makes
+INDEX_FILES = tuple(name + suffix for name in (INDEX, _NEW) for suffix in _SUFFIXES)
 _APPLICATION = 0x52594458  # "RYDX", in the header of the file
 _FILLER_BYTES = 64 * 2**20  # of one blob
 _ROWS_OF_PAGE = 8  # of a full page of the database, at least
@@ -201,10 +202,9 @@ class DiskIndex:
     @staticmethod
     def discard(path: str) -> None:
         """Remove the index of a folder that nothing has open. Its records are unused from then on."""
-        for name in (INDEX, _NEW):
-            for suffix in _SUFFIXES:
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(path, name + suffix))
+        for name in INDEX_FILES:
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(path, name))
 
     def close(self) -> None:
         """Close the index. All commits are kept."""

@@ -334,7 +334,7 @@ def test_a_log_that_was_cut_anywhere_has_the_first_commits_whole(tmp_path: Path)
     space = a_space(index).number
     for number in range(6):
         index.commit(batch(space, number))
-    expected = [in_order(sum((batch(space, number) for number in range(most)), [])) for most in range(7)]
+    expected = [in_order([row for number in range(most) for row in batch(space, number)]) for most in range(7)]
     log_size = (live / f"{INDEX}-wal").stat().st_size
     rng, found = Random(7), []
 

@@ -1,0 +1,353 @@
+"""`DiskFolder`: the folder of a disk tier, which one cache may use at a time; what is in such folders, and its removal.
+
+<path>/<cache name>/<layout digest>/    0700
+    pages.bin, windows.bin, states.bin  the records of each kind, 0600
+    index.db                            which page each record holds
+    lock                                locked with flock while a cache uses the folder; has its pid
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic, sleep
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+from raydix.actors.tiers.disk_errors import FolderInUse
+from raydix.actors.tiers.disk_index import INDEX, INDEX_FILES
+from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.record_file import DirectIO
+from raydix.cache_core.tiers.page_records import Kind
+from raydix.schemas import CacheUnavailable
+from raydix.schemas.shown import brief, byte_size
+
+logger = logging.getLogger(__name__)
+
+RECORDS: dict[Kind, str] = {"full": "pages.bin", "swa": "windows.bin", "state": "states.bin"}  # kind -> file
+PREDECESSOR_S = 10.0  # for which a cache waits for the one before it, which may still write
+
+_LOCK = "lock"
+_POLL_S = 0.1
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NETWORK = {  # f_type of statfs -> name of a file system on other machines
+    0x6969: "NFS",
+    0xFE534D42: "SMB",
+    0xFF534D42: "CIFS",
+    0x517B: "SMB",
+    0x00C36400: "Ceph",
+    0x5346414F: "AFS",
+    0x0BD00BD0: "Lustre",
+}
+
+
+class DiskFolder:
+    """The folder of a cache's records of one layout. It is made if it is not there.
+
+    Args:
+        path: an existing folder, absolute.
+        cache: the name of the cache.
+        layout: digest of the records' format.
+        direct_io: "off" allows a file system on another machine.
+        calls: of the operating system.
+
+    Attributes:
+        path: of the folder of the layout.
+        fd: its descriptor.
+
+    Raises:
+        CacheUnavailable: the folder cannot be used.
+    """
+
+    def __init__(
+        self, path: str, cache: str, layout: str, *, direct_io: DirectIO = "auto", calls: FileCalls | None = None
+    ) -> None:
+        self._calls = calls or FileCalls()
+        self._lock_fd: int | None = None
+        top = _open_top(path)
+        try:
+            self._check_file_system(path, top, direct_io)
+            above = _open_below(top, _file_name(cache), path)
+        finally:
+            os.close(top)
+        try:
+            self.fd = _open_below(above, layout, os.path.join(path, _file_name(cache)))
+        finally:
+            os.close(above)
+        self.path = os.path.join(path, _file_name(cache), layout)
+
+    def _check_file_system(self, path: str, top: int, direct_io: DirectIO) -> None:
+        name = _NETWORK.get(self._calls.file_system(top))
+        if name is None:
+            return
+        if direct_io != "off":
+            raise _unusable(path, f'it lies on {name}; use a local disk, or set disk.direct_io="off"')
+        logger.warning("the disk tier lies on %s (%s): a stalled server stalls its loads and writes", name, path)
+
+    # ---------------------------------------------------------------- the lock
+
+    def lock(self) -> None:
+        """Take the folder for this process.
+
+        Raises:
+            FolderInUse: another process, or another object of this one, has it.
+            CacheUnavailable: the folder has been removed, or its lock is no file.
+        """
+        assert self._lock_fd is None, "the folder is locked"
+        while self._lock_fd is None:
+            try:
+                fd = self._calls.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, self.fd)
+            except OSError as error:  # such as a folder that `clear` has removed
+                raise _unusable(os.path.join(self.path, _LOCK), error.strerror or str(error)) from error
+            try:
+                if not _try_lock(fd, fcntl.LOCK_EX):
+                    raise FolderInUse(self.path, _pid_in(fd))
+                if _is_there(self.fd, fd):  # `clear` removes the file while it has the lock.
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+                    self._lock_fd, fd = fd, -1
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+
+    def wait_for_lock(self, timeout_s: float = PREDECESSOR_S, is_given_up: Callable[[], bool] = lambda: False) -> None:
+        """Take the folder for this process, when the process that has it has ended. Call it in a thread.
+
+        Raises:
+            FolderInUse: another process still has it, after `timeout_s` or when it is given up.
+        """
+        deadline = monotonic() + timeout_s
+        while True:
+            try:
+                self.lock()
+            except FolderInUse:
+                if monotonic() >= deadline or is_given_up():
+                    raise
+                sleep(_POLL_S)
+            else:
+                return
+
+    def close(self) -> None:
+        """Give the folder back. Its files must be closed. A second call has no effect."""
+        for fd in (self._lock_fd, self.fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self._lock_fd, self.fd = None, -1
+
+    # ---------------------------------------------------------------- room
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raise CacheUnavailable if the file system has no room for so many bytes, with the files that are there."""
+        free = self._calls.free_bytes(self.fd) + _used_bytes(self.fd)
+        if num_bytes > free:
+            raise CacheUnavailable(
+                f"the disk cannot be used: {self.path} needs {byte_size(num_bytes)} with its index, and "
+                f"{byte_size(free)} are free; lower disk.num_slots or disk.size"
+            )
+
+
+# -------------------------------------------------------------------- folders that are there
+
+
+class FolderFacts(NamedTuple):
+    """What is known of a folder without its index.
+
+    Attributes:
+        cache, layout: the name of the cache, and the digest of the format.
+        path: of the folder.
+        num_bytes: that its files take on the disk.
+        used_at: seconds since the epoch: the last change of its index, or of its lock.
+        is_locked: whether a process uses it.
+        pid: of that process, if it is known.
+    """
+
+    cache: str
+    layout: str
+    path: str
+    num_bytes: int
+    used_at: float
+    is_locked: bool
+    pid: int | None
+
+
+class Cleared(NamedTuple):
+    """The result of `clear`: the folders that were removed, and those that processes use."""
+
+    removed: list[FolderFacts]
+    in_use: list[FolderFacts]
+
+
+def list_folders(path: str) -> list[FolderFacts]:
+    """Return the folders of disk tiers below a path, by name. Folders of other users and other things are left out.
+
+    Raises:
+        CacheUnavailable: `path` cannot be read.
+    """
+    return [_facts_of(path, name, layout, fd) for name, layout, fd in _folders_below(path)]
+
+
+def clear(path: str, cache: str | None = None, layout: str | None = None) -> Cleared:
+    """Remove the files of disk tiers below a path, and their folders, unless processes use them.
+
+    Args:
+        cache: only those of this cache; None: of all.
+        layout: only those of this layout; None: of all.
+
+    Raises:
+        CacheUnavailable: `path` cannot be read.
+    """
+    done = Cleared([], [])
+    for name, digest, fd in _folders_below(path):
+        if cache not in (None, unquote(name)) or layout not in (None, digest):
+            continue
+        facts = _facts_of(path, name, digest, fd)
+        (done.removed if _remove_files(fd) else done.in_use).append(facts)
+        with suppress(OSError):  # It is in use, or files of others are in it.
+            os.rmdir(facts.path)
+            os.rmdir(os.path.dirname(facts.path))
+    return done
+
+
+def _remove_files(folder: int) -> bool:
+    """Remove the files of a disk tier; return False if a process uses them."""
+    lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        if not _try_lock(lock, fcntl.LOCK_EX) or not _is_there(folder, lock):
+            return False
+        for name in (*INDEX_FILES, *RECORDS.values(), _LOCK):  # first the index, without which records are unused
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+        os.fsync(folder)
+        return True
+    finally:
+        os.close(lock)
+
+
+def _folders_below(path: str) -> Iterator[tuple[str, str, int]]:
+    """Yield each folder that has a lock: the names of the folder above and of its own, and its descriptor."""
+    top = _open_top(path)
+    try:
+        for name in sorted(os.listdir(top)):
+            with _opened(top, name) as above:
+                for layout in [] if above is None else sorted(os.listdir(above)):
+                    with _opened(above, layout) as folder:
+                        if folder is not None and _is_file(folder, _LOCK):
+                            yield name, layout, folder
+    finally:
+        os.close(top)
+
+
+@contextmanager
+def _opened(above: int | None, name: str) -> Iterator[int | None]:
+    """Open a folder of this user; None: it is something else."""
+    try:
+        fd = os.open(name, _FOLDER, dir_fd=above)
+    except OSError:
+        yield None
+        return
+    try:
+        yield fd if os.fstat(fd).st_uid == os.geteuid() else None
+    finally:
+        os.close(fd)
+
+
+def _facts_of(path: str, name: str, layout: str, folder: int) -> FolderFacts:
+    lock = os.open(_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        is_locked = not _try_lock(lock, fcntl.LOCK_SH)
+        pid = _pid_in(lock) if is_locked else None
+    finally:
+        os.close(lock)
+    changes = [facts.st_mtime for file, facts in _files_of(folder) if file.startswith((INDEX, _LOCK))]
+    place, used_at = os.path.join(path, name, layout), max(changes, default=0.0)
+    return FolderFacts(unquote(name), layout, place, _used_bytes(folder), used_at, is_locked, pid)
+
+
+def _used_bytes(folder: int) -> int:
+    """Return the bytes that the files of a disk tier take on the disk."""
+    return sum(facts.st_blocks * 512 for _, facts in _files_of(folder))
+
+
+def _files_of(folder: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files of a disk tier that are there."""
+    for name in (*RECORDS.values(), *INDEX_FILES, _LOCK):
+        with suppress(FileNotFoundError):
+            yield name, os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _is_file(folder: int, name: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+# -------------------------------------------------------------------- locks and names
+
+
+def _try_lock(fd: int, how: int) -> bool:
+    """Lock a file until it is closed; return False if another one has locked it."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _pid_in(fd: int) -> int | None:
+    text = os.pread(fd, 32, 0).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _is_there(folder: int, lock: int) -> bool:
+    """Return whether an open lock is the one in the folder."""
+    try:
+        there = os.stat(_LOCK, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(there, os.fstat(lock))
+
+
+def _file_name(cache: str) -> str:
+    """Return a cache's name as the name of a folder, other characters as %XX."""
+    name = quote(cache, safe="")
+    return f"%2E{name[1:]}" if name.startswith(".") else name
+
+
+def _open_top(path: str) -> int:
+    if not os.path.isabs(path):
+        raise CacheUnavailable(f"disk.path must be absolute, as actors have other working folders, not {brief(path)}")
+    try:
+        if stat.S_ISLNK(os.lstat(path).st_mode):
+            raise _unusable(path, "it must be a folder, not a symbolic link: name the folder it leads to")
+        return os.open(path, _FOLDER)
+    except FileNotFoundError:
+        raise _unusable(path, "it must be a folder that is there: make it first") from None
+    except NotADirectoryError:
+        raise _unusable(path, "it must be a folder") from None
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+
+
+def _open_below(above: int, name: str, where: str) -> int:
+    """Open a folder that only this user may enter; make it if it is not there."""
+    path = os.path.join(where, name)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=above)
+        fd = os.open(name, _FOLDER, dir_fd=above)
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+    if os.fstat(fd).st_uid != os.geteuid():
+        os.close(fd)
+        raise _unusable(path, "it must belong to the user who runs the cache")
+    os.fchmod(fd, 0o700)
+    return fd
+
+
+def _unusable(path: str, reason: str) -> CacheUnavailable:
+    return CacheUnavailable(f"the disk cannot be used at {brief(path)}: {reason}")
