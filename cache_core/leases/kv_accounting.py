@@ -1,7 +1,7 @@
 """`check_accounting`: the rules of slot ownership in a `KVCache`.
 
-1. Each page has exactly one owner: it is free, private to one lease, in quarantine, or in the tree. So
-   `free + private + quarantined + tree == num_slots`.
+1. Each page has exactly one owner: it is free, private to one lease, in quarantine, in the tree, or kept by the
+   allocator's keeper. So `free + private + quarantined + tree + kept == num_slots`.
 2. A lease's published pages are in the tree and locked. The last of them ends at the lease's node.
 3. The tree has one lock for each open lease with published pages, and no other locks.
 4. Each window slot and each state slot has exactly one owner, as in rule 1.
@@ -39,7 +39,7 @@ def check_accounting(
     """
     everyone, page_size = [*leases, *withheld], allocator.page_size
     private, cached = [lease.private_starts for lease in everyone], tree.tree_starts()
-    pages = np.concatenate((allocator.free_starts(), *private, *cached)) // page_size
+    pages = np.concatenate((allocator.free_starts(), allocator.kept_starts(), *private, *cached)) // page_size
     assert len(pages) * page_size == allocator.num_slots, f"rule 1: {len(pages)} pages have an owner"
     assert len(np.unique(pages)) == len(pages), "rule 1: a page has two owners"
     _check_published(tree, leases, set(np.concatenate(cached).tolist()) if cached else set(), page_size)
@@ -74,9 +74,10 @@ def _check_windows_and_states(
     if (swa := allocator.swa) is not None:
         halves = sum(int((allocator.swa_starts(lease.private_starts) > 0).sum()) for lease in leases)
         held = halves * allocator.page_size + tree.swa_evictable_size() + tree.swa_protected_size()
-        assert held + swa.available_size() == swa.num_slots, f"rule 4: {held=} of the window slots"
+        kept = len(swa.kept_starts()) * swa.page_size
+        assert held + kept + swa.available_size() == swa.num_slots, f"rule 4: {held=} and {kept=} of the window slots"
     if states is not None:
         own = [slot for lease in leases for slot in lease.state_slots]
-        slots = [*own, *states.free_slots(), *tree.state_slots()]
+        slots = [*own, *states.free_slots(), *states.kept_slots(), *tree.state_slots()]
         assert len(set(slots)) == len(slots) == states.num_slots, "rule 4: a state slot has no owner, or two"
         states.check_invariants()

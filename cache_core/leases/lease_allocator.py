@@ -89,7 +89,7 @@ class LeaseAllocator:
         needed = max(0, num_pages) * self._page_size
         if tenant.cap is not None and tenant.excess(needed) > tenant.evictable:
             self._refuse_beyond_cap(needed, tenant)
-        if self._swa is not None and needed > self._swa.available_size() + self._tree.swa_evictable_size():
+        if self._swa is not None and needed > self._swa.available_size() + self._swa_evictable():
             self._refuse_window(num_pages)
         free = self._allocator.available_size()
         if needed > free and needed > free + self.evictable_for(tenant):
@@ -104,10 +104,17 @@ class LeaseAllocator:
     def evictable_for(self, tenant: Tenant) -> int:
         """Return the number of slots that can be evicted for a tenant: the others are locked or kept by floors.
 
-        O(tenants).
+        It is 0 if the pool has a keeper, which takes over evicted slots. O(tenants).
         """
+        if self._allocator.keeper is not None:
+            return 0
         kept = self._tenants.kept_from(tenant) if self._tenants.configured else 0
         return self._tree.evictable_size() - kept
+
+    def _swa_evictable(self) -> int:
+        """Return the number of window slots that can be evicted for a lease."""
+        assert self._swa is not None
+        return self._tree.swa_evictable_size() if self._swa.keeper is None else 0
 
     def take_pages(self, num_pages: int, tenant: Tenant) -> Starts:
         """Allocate private pages; evict if needed.
@@ -141,7 +148,7 @@ class LeaseAllocator:
         if self.states is None:
             return None
         if not self.states.available_size():
-            if not self._tree.mamba_evictable_size():
+            if not self._tree.mamba_evictable_size() or self.states.keeper is not None:
                 raise OutOfSlotsError(1, 0, 0, self.states.num_slots, "states")
             self.evict(0, num_states=1, tenant=tenant)
         slot = self.states.alloc_track_slot()
@@ -250,7 +257,7 @@ class LeaseAllocator:
 
     def _refuse_window(self, num_pages: int) -> NoReturn:
         assert self._swa is not None
-        free, evictable = self._swa.available_size(), self._tree.swa_evictable_size()
+        free, evictable = self._swa.available_size(), self._swa_evictable()
         raise OutOfSlotsError(num_pages * self._page_size, free, evictable, self._swa.num_slots, "window slots")
 
     def _refuse_beyond_cap(self, needed: int, tenant: Tenant) -> NoReturn:

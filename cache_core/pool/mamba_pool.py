@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
 from raydix.cache_core.pool.kv_pool import wait_for_device
+from raydix.cache_core.pool.page_allocator import PageKeeper
 from raydix.cache_core.pool.pool_layout import bytes_of_row, views_of_rows
 
 
@@ -27,6 +28,10 @@ class MambaPool:
         layers: the tensors to use, zeroed, `[num_slots + 1, *shape]` each, such as shared memory. None allocates them.
         rows: `[num_slots + 1, n]`, of which all `layers` are views; a row is the whole state of a slot. None: each
             tensor of `layers` is copied on its own.
+
+    Attributes:
+        keeper: takes over some of the slots that are freed, which are neither free nor a caller's then; None: all are
+            free.
 
     Raises:
         ValueError: `num_slots` is less than 1.
@@ -52,6 +57,7 @@ class MambaPool:
         self.layers = list(layers)
         self._parts = [tensor for tensors in layers for tensor in tensors] if rows is None else [rows]
         self.on_free: Callable[[NDArray[np.int64]], None] | None = None  # called with each freed slot
+        self.keeper: PageKeeper | None = None
         self._free = list(range(num_slots, 0, -1))
         self._used = bytearray(num_slots + 1)
 
@@ -84,10 +90,21 @@ class MambaPool:
         slot = index(slot)
         if not self.is_used(slot):
             raise SlotError(f"state slot {slot} is out of range or free already")
+        if self.keeper is not None and not len(self.keeper.keep(np.array([slot]))):
+            return
         self._used[slot] = 0
         self._free.append(slot)
         if self.on_free is not None:
             self.on_free(np.array([slot]))
+
+    def take_all(self) -> None:
+        """Take all slots, before the first allocation: for a keeper that has them from the start."""
+        self._free.clear()
+        self._used[1:] = bytes([1]) * self.num_slots
+
+    def kept_slots(self) -> list[int]:
+        """Return the slots that the keeper has, for invariant checks. O(n)."""
+        return [] if self.keeper is None else self.keeper.kept_starts().tolist()
 
     def copy_states(self, src: int, dst: int) -> None:
         """Copy the state in slot `src` into slot `dst`, in every layer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import index
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +12,21 @@ from numpy.typing import NDArray
 
 from raydix.cache_core.errors import OutOfSlotsError, SlotError
 from raydix.cache_core.kernels import free_pages
-from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
+
+
+class PageKeeper(Protocol):
+    """Takes over freed pages that may not be used again yet."""
+
+    def keep(self, starts: Starts) -> Starts:
+        """Take over some of the pages that are being freed; return the others, which are free from now on.
+
+        Raises:
+            SlotError: a page is kept already; nothing changed.
+        """
+
+    def kept_starts(self) -> Starts:
+        """Return the first slots of the pages that are kept, for invariant checks. O(n)."""
 
 
 class TokenToKVPoolAllocator:
@@ -23,6 +37,8 @@ class TokenToKVPoolAllocator:
 
     Attributes:
         num_pages: pages of the pool.
+        keeper: takes over some of the pages that are freed, which are neither free nor a caller's then; None: all are
+            free.
         swa: the allocator of the window slots; None without a sliding window.
 
     Raises:
@@ -38,6 +54,7 @@ class TokenToKVPoolAllocator:
         self.num_slots = num_slots
         self.page_size = page_size
         self.on_free: Callable[[Starts], None] | None = None  # called with the first slots of freed pages
+        self.keeper: PageKeeper | None = None
         self.num_pages = num_slots // page_size
         self._stack: Starts = np.arange(self.num_pages, 0, -1, dtype=np.int64) * page_size
         self._num_free = self.num_pages
@@ -113,6 +130,8 @@ class TokenToKVPoolAllocator:
             SlotError: a page is out of range, free already or given twice, or a slot is not the first of a page;
                 nothing changed.
         """
+        if self.keeper is not None:
+            starts = self.keeper.keep(starts)
         num_pages = len(starts)
         if not num_pages:
             return
@@ -156,6 +175,14 @@ class TokenToKVPoolAllocator:
     def free_starts(self) -> Starts:
         """Return the first slots of the free pages, for invariant checks. O(n)."""
         return self._stack[: self._num_free].copy()
+
+    def take_all(self) -> None:
+        """Take all pages, before the first allocation: for a keeper that has them from the start."""
+        self._marks[1:], self._num_free = 0, 0
+
+    def kept_starts(self) -> Starts:
+        """Return the first slots of the pages that the keeper has, for invariant checks. O(n)."""
+        return NO_STARTS if self.keeper is None else self.keeper.kept_starts()
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each page is either free or used. O(n)."""

@@ -108,6 +108,15 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         self._swa_start[targets] = halves
         self._swa_start[sources] = 0
 
+    def take_all(self) -> None:
+        """Take all pages and all window halves, before the first allocation. No page has a window half then."""
+        super().take_all()
+        self.swa.take_all()
+
+    def give_swa(self, starts: Starts, swa_starts: Starts) -> None:
+        """Give taken pages window halves that are taken, and that no page has."""
+        self._swa_start[self.page_numbers(starts)] = swa_starts
+
     def swa_starts(self, starts: Starts) -> Starts:
         """Return the first window slot of each page, 0 if its window half was freed."""
         halves: Starts = self._swa_start[starts // self.page_size]
@@ -132,5 +141,6 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         self.swa.check_invariants()
         halves = self._swa_start[self._swa_start > 0]
         assert len(np.unique(halves)) == len(halves), "two pages share a window half"
-        assert len(halves) * self.page_size + self.swa.available_size() == self.num_swa_slots, "a window half was lost"
+        num_others = len(self.swa.kept_starts()) * self.page_size + self.swa.available_size()
+        assert len(halves) * self.page_size + num_others == self.num_swa_slots, "a window half was lost"
         assert not self.are_free(np.flatnonzero(self._swa_start)).any(), "a free page has a window half"

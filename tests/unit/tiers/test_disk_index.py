@@ -21,13 +21,12 @@ from raydix.actors.tiers.disk_index import (
     INDEX,
     DiskIndex,
     IndexLayout,
-    IndexRow,
-    RowPlace,
     Space,
     index_bytes,
     log_bytes,
 )
 from raydix.actors.tiers.file_calls import FileCalls
+from raydix.cache_core.tiers.index_row import IndexRow, RowPlace
 from raydix.schemas import CacheUnavailable
 
 PAGE = 4

@@ -1,0 +1,443 @@
+"""Random traffic on the tree of a disk tier, with a writer that commits late, fails, and loses what a crash loses.
+
+Each record holds a stamp: its kind, and the place and the generation of its page. After each operation every committed
+row of a live space must name the record with the stamp of its page, and so must the tree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+from support.traffic.radix import TrafficFailed
+
+from raydix.cache_core import (
+    KVCache,
+    MambaPool,
+    MambaRadixCache,
+    OutOfSlotsError,
+    RadixCache,
+    RadixKey,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
+from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
+from raydix.cache_core.tiers.index_row import IndexRow
+from raydix.cache_core.tiers.page_records import Kind
+from raydix.cache_core.tiers.record_keeper import RecordKeeper
+from raydix.cache_core.tiers.row_runs import RowRuns
+from raydix.cache_core.tiers.tree_builder import TreeBuilder
+from raydix.cache_core.tree.hashing import hash_page, namespace_seed
+from raydix.cache_core.tree.tree_node import nodes_to
+
+Tokens = tuple[int, ...]
+Place = tuple[str | None, Tokens]  # namespace, and all tokens up to the end of a page
+Stamp = tuple[Kind, Place, int]  # with the number of the space
+
+NAMESPACES = (None, "a")
+
+
+@dataclass(frozen=True)
+class DiskShape:
+    """The size and kind of a disk tier."""
+
+    page_size: int = 2
+    num_pages: int = 40
+    window: int | None = None
+    num_states: int = 0
+
+
+@dataclass
+class Commit:
+    """What the writer does to the index in one transaction."""
+
+    added: list[IndexRow] = field(default_factory=list)
+    removed: list[tuple[Kind, int]] = field(default_factory=list)
+    ended: int | None = None  # a space that is deleted
+    write: Write | None = None  # the write whose rows are added
+
+
+@dataclass
+class Write:
+    """A write in flight: its lease, and the page from which on window KV goes with it."""
+
+    lease: LeaseRecord
+    live_from: int
+
+
+class DiskTraffic:
+    """Random operations on the cache of a disk tier, its index, and its records.
+
+    Attributes:
+        index: what is on the disk: rows by kind and record.
+        live: spaces on the disk.
+        stamps: what the records hold.
+        queue: commits that the writer has not done.
+    """
+
+    def __init__(self, seed: int, shape: DiskShape) -> None:
+        self.rng, self.shape, self.page = Random(seed), shape, shape.page_size
+        self.index: dict[tuple[Kind, int], IndexRow] = {}
+        self.live: dict[int, str | None] = {}
+        self.stamps: dict[tuple[Kind, int], Stamp] = {}
+        self.queue: deque[Commit] = deque()
+        self.done = Counter[str]()
+        self.num_spaces = 0
+        self.spaces: dict[str | None, int] = {}  # namespace -> space of its pages
+        self.builders: dict[str | None, tuple[TreeBuilder, RowRuns, list[IndexRow]]] = {}
+        self.start()
+
+    # ---------------------------------------------------------------- start, crash
+
+    def start(self) -> None:
+        """Make an empty cache, and read the index."""
+        shape, page = self.shape, self.page
+        slots = shape.num_pages * page
+        if shape.window is None:
+            self.allocator: TokenToKVPoolAllocator = TokenToKVPoolAllocator(slots, page)
+        else:
+            self.allocator = SWATokenToKVPoolAllocator(slots, slots // 2 // page * page, page)
+        self.keepers: dict[Kind, RecordKeeper] = {"full": RecordKeeper.of_pages(self.allocator)}
+        if self.allocator.swa is not None:
+            self.keepers["swa"] = RecordKeeper.of_pages(self.allocator.swa)
+        states: MambaPool | None = None
+        if shape.num_states:
+            states = MambaPool(shape.num_states)
+            self.keepers["state"] = RecordKeeper.of_states(states)
+            tree = MambaRadixCache(page, self.allocator, states, sliding_window_size=shape.window)
+        else:
+            tree = RadixCache(page, shape.window, self.allocator)  # type: ignore[assignment]
+        self.cache = KVCache(tree, self.allocator, states=states)
+        self.queue.clear()
+        self.builders.clear()
+        self.spaces.clear()
+        self.read()
+
+    def read(self) -> None:
+        """Note the records of all live spaces, and begin to build the youngest space of each namespace."""
+        assert not self.cache.free_slots, "no slot is handed out before all rows are read"
+        rows = [row for row in self.index.values() if row.space in self.live]
+        for kind, keeper in self.keepers.items():
+            numbers = np.array([row.record for row in rows if row.kind == kind], np.int64)
+            assert keeper.add_dormant(numbers).all()
+            keeper.end_reading()
+            assert keeper.num_dormant == len(numbers)
+        for number, namespace in sorted(self.live.items()):
+            self.spaces[namespace] = number
+        for namespace, number in self.spaces.items():
+            mine = sorted((row for row in rows if row.space == number), key=lambda row: row.place)
+            builder = TreeBuilder(self.cache, self.keepers, namespace)
+            self.builders[namespace] = builder, RowRuns(self.page, namespace), mine
+
+    def crash(self) -> None:
+        """Lose the memory, and the commits that were not done."""
+        self.done["crash"] += 1
+        rows = [row for row in self.index.values() if row.tokens is not None]
+        if rows and self.rng.random() < 0.3:  # SQLite keeps no sums of its own
+            row = self.rng.choice(rows)
+            tokens = bytes([self.rng.choice((2, 3)), *row.tokens[1:]])
+            self.index[row.kind, row.record] = row._replace(tokens=tokens)
+            self.done["damaged row"] += tokens != row.tokens
+        self.start()
+
+    def build(self) -> None:
+        """Build a slice of a tree."""
+        if not self.builders:
+            return
+        namespace = self.rng.choice(list(self.builders))
+        builder, runs, rows = self.builders[namespace]
+        number = self.rng.choice((1, 3, 10))
+        builder.add(runs.add(rows[:number]))
+        is_read = len(rows) <= number
+        del rows[:number]
+        if is_read:
+            builder.add(runs.end())
+        builder.leave_out(runs.left_out)
+        runs.left_out = []
+        if not builder.build(self.rng.choice((1, 4, 1000))) and is_read:
+            self.done["built"] += builder.num_built
+            del self.builders[namespace]
+
+    # ---------------------------------------------------------------- writes
+
+    def space_of(self, namespace: str | None) -> int:
+        """The space of a namespace's pages. A new one is on the disk before it has rows."""
+        if namespace not in self.spaces:
+            self.num_spaces += 1
+            self.spaces[namespace] = self.num_spaces
+            self.live[self.num_spaces] = namespace
+        return self.spaces[namespace]
+
+    def prompt(self) -> Place:
+        rng, tokens = self.rng, list[int]()
+        for _ in range(rng.randint(1, 5)):
+            tokens += [rng.choice((1, 1, 2, 3))] * self.page
+        return rng.choice(NAMESPACES), tuple(tokens)
+
+    def write(self) -> None:
+        """Copy the pages of a prompt to new records, and let the writer commit their rows."""
+        namespace, tokens = self.prompt()
+        key, page = RadixKey(list(tokens), namespace), self.page
+        usable, full = self.cache.radix.cached_lens(key)
+        live_from = len(tokens)
+        if self.shape.window is not None:
+            live_from = max(0, (len(tokens) - self.shape.window - page) // page * page)
+        with_state, pages = self.shape.num_states > 0, self.tree_pages().keys()
+        if usable >= len(tokens):
+            return
+        try:
+            lease = self.cache.open_target(key, min(full, live_from), with_state)
+        except OutOfSlotsError:
+            self.done["no room"] += 1
+            assert self.tree_pages().keys() == pages, "a write that finds no room evicts nothing"
+            return
+        space, first = self.space_of(namespace), lease.num_published_pages
+        rows: list[IndexRow] = []
+        halves = self.allocator.swa_starts(lease.starts) // page
+        chain = self.chain(namespace, tokens)
+        for place in range(first, len(tokens) // page):
+            rows.append(self.row("full", int(lease.starts[place]) // page, space, namespace, tokens, place, chain))
+            if self.shape.window is not None and (place + 1) * page > live_from:
+                rows.append(self.row("swa", int(halves[place]), space, namespace, tokens, place, chain))
+        if lease.state_slot is not None:
+            place = len(tokens) // page - 1
+            rows.append(self.row("state", lease.state_slot, space, namespace, tokens, place, chain))
+        for row in rows:
+            self.stamps[row.kind, row.record] = self.stamp_of(row, tokens)
+        for kind, keeper in self.keepers.items():
+            keeper.add_rows(np.array([row.record for row in rows if row.kind == kind], np.int64))
+        self.queue.append(Commit(added=rows, write=Write(lease, live_from)))
+
+    def chain(self, namespace: str | None, tokens: Tokens) -> list[bytes]:
+        chain, prior = [], namespace_seed(namespace)
+        for at in range(0, len(tokens), self.page):
+            prior = hash_page(RadixKey(list(tokens[at : at + self.page])).data, 4, 0, prior)
+            chain.append(prior)
+        return chain
+
+    def row(
+        self,
+        kind: Kind,
+        record: int,
+        space: int,
+        namespace: str | None,
+        tokens: Tokens,
+        place: int,
+        chain: list[bytes],
+    ) -> IndexRow:
+        row = IndexRow(kind, record, space, place + 1, chain[place], bytes(16))
+        if kind != "full":
+            return row
+        ids = RadixKey(list(tokens[place * self.page : (place + 1) * self.page])).data
+        return row._replace(parent=chain[place - 1] if place else None, tokens=ids)
+
+    def stamp_of(self, row: IndexRow, tokens: Tokens) -> Stamp:
+        namespace = self.live.get(row.space)
+        return row.kind, (namespace, tokens[: row.depth * self.page]), row.space
+
+    # ---------------------------------------------------------------- the writer
+
+    def delete(self) -> None:
+        """Let the writer delete the rows of records that the cache has freed."""
+        removed = [(kind, number) for kind, keeper in self.keepers.items() for number in keeper.take_leaving().tolist()]
+        if removed:
+            self.queue.append(Commit(removed=removed))
+
+    def commit(self) -> None:
+        """The writer does the oldest commit, or fails."""
+        if not self.queue:
+            return
+        commit = self.queue.popleft()
+        if self.rng.random() < 0.15:
+            self.fail(commit)
+            return
+        if commit.ended is not None:
+            self.live.pop(commit.ended, None)
+        for key in commit.removed:
+            self.index.pop(key, None)
+        rows = [row for row in commit.added if row.space in self.live]
+        for row in rows:
+            there = self.index.get((row.kind, row.record))
+            assert there is None or there.space not in self.live, f"{there} names a record that is used again: {row}"
+            self.index[row.kind, row.record] = row
+        for kind, numbers in self.by_kind(commit.removed):
+            self.keepers[kind].rows_deleted(numbers)
+        self.end_write(commit, is_done=len(rows) == len(commit.added))
+
+    def fail(self, commit: Commit) -> None:
+        self.done["failed commit"] += 1
+        if commit.ended is not None:  # it is tried again, before anything else
+            self.queue.appendleft(commit)
+            return
+        for kind, numbers in self.by_kind(commit.removed):
+            self.keepers[kind].rows_not_deleted(numbers)
+        self.end_write(commit, is_done=False)
+
+    def end_write(self, commit: Commit, is_done: bool) -> None:
+        if commit.write is None:
+            return
+        lease, live_from = commit.write.lease, commit.write.live_from
+        is_done = is_done and not lease.retired
+        self.done["written" if is_done else "not written"] += 1
+        if not is_done:
+            in_index = [row for row in commit.added if self.index.get((row.kind, row.record)) is row]
+            assert len(in_index) in (0, len(commit.added))
+            if not in_index:
+                for kind, numbers in self.by_kind([(row.kind, row.record) for row in commit.added]):
+                    self.keepers[kind].rows_refused(numbers)
+        else:
+            self.cache.publish_copy(lease, lease.key, live_from, lease.state_slot)
+            lease.state_slot = None
+        self.cache.end_quietly(lease, is_use=is_done)
+
+    def by_kind(self, records: list[tuple[Kind, int]]) -> list[tuple[Kind, np.ndarray]]:
+        return [
+            (kind, np.array([number for found, number in records if found == kind], np.int64)) for kind in self.keepers
+        ]
+
+    # ---------------------------------------------------------------- other operations
+
+    def look_up(self) -> None:
+        """A load reads a prefix: the tree may split a node for it."""
+        namespace, tokens = self.prompt()
+        lease = self.cache.find_source(RadixKey(list(tokens), namespace), len(tokens))
+        for place in range(lease.prefix_len // self.page):
+            record = int(lease.starts[place]) // self.page
+            stamp = ("full", (namespace, tokens[: (place + 1) * self.page]), self.spaces[namespace])
+            assert self.stamps["full", record] == stamp, f"a load would read {self.stamps['full', record]}, not {stamp}"
+            self.done["hit"] += 1
+        self.cache.end_quietly(lease, is_use=True)
+
+    def evict(self) -> None:
+        self.cache.evict(self.rng.randint(1, 6 * self.page))
+
+    def evict_parts(self) -> None:
+        """Evict window halves and states alone."""
+        if self.shape.window is not None:
+            self.cache.evict_window(self.rng.randint(1, 3 * self.page))
+        if self.shape.num_states:
+            self.cache.evict_states(1)
+
+    def drop_dormant(self) -> None:
+        """Let some records of spaces leave that no builder reads: the deepest pages first."""
+        building = {self.spaces[namespace] for namespace in self.builders}
+        rows = [row for row in self.index.values() if row.space in self.live and row.space not in building]
+        rows.sort(key=lambda row: row.place)
+        for kind, numbers in self.by_kind([(row.kind, row.record) for row in rows[-4:]]):
+            self.keepers[kind].drop(numbers)
+
+    def retire(self) -> None:
+        """Retire a namespace, in the tree now, and on the disk when the writer comes to it."""
+        namespace = self.rng.choice(NAMESPACES)
+        if namespace not in self.spaces:
+            return
+        self.done["retirement"] += 1
+        space = self.spaces.pop(namespace)
+        if namespace in self.builders:
+            self.builders.pop(namespace)[0].cancel()
+            self.done["retired while it was built"] += 1
+        self.cache.retire(lambda name: name == namespace)
+        self.queue.append(Commit(ended=space))
+
+    # ---------------------------------------------------------------- checks
+
+    def tree_pages(self) -> dict[Place, dict[Kind, int]]:
+        """The records of each page that can be matched."""
+        found: dict[Place, dict[Kind, int]] = {}
+        page, cache = self.page, self.cache
+        for node in cache.radix.parts.tree.nodes():
+            tokens: Tokens = sum((tuple(above.key.token_ids) for above in nodes_to(node)), ())  # type: ignore[misc, union-attr]
+            namespace, begin = node.namespace.extra_key, node.end - len(node)
+            assert node.value is not None
+            starts = node.value.numpy()[::page]
+            halves = self.allocator.swa_starts(starts) // page
+            for place, start in enumerate(starts):
+                records: dict[Kind, int] = {"full": int(start) // page}
+                if self.shape.window is not None and not node.swa_tombstone:
+                    records["swa"] = int(halves[place])
+                found[namespace, tokens[: begin + (place + 1) * page]] = records
+            if self.shape.num_states and (slot := cache.tree.state_at(node)) is not None:
+                found[namespace, tokens]["state"] = slot
+            if node.hash_values is not None:
+                assert [bytes.fromhex(name) for name in node.hash_values] == self.chain(namespace, tokens)[
+                    begin // page :
+                ]
+        return found
+
+    def check(self) -> None:
+        self.cache.check_invariants()
+        for keeper in self.keepers.values():
+            keeper.check_invariants()
+        for (kind, record), row in self.index.items():
+            if row.space in self.live:
+                stamp = self.stamps[kind, record]
+                chain = self.chain(*stamp[1])
+                assert (stamp[0], stamp[2]) == (kind, row.space) and chain[-1] == row.digest, f"{row} names {stamp}"
+        for (namespace, tokens), records in self.tree_pages().items():
+            for kind, record in records.items():
+                stamp = kind, (namespace, tokens), self.spaces[namespace]
+                assert self.stamps[kind, record] == stamp, f"{stamp} is {self.stamps[kind, record]}"
+                row = self.index.get((kind, record))
+                assert row is not None and row.space == self.spaces[namespace], f"{stamp} has no row"
+
+    def check_rebuilt(self) -> None:
+        """Build all trees, and check that they have the pages that the index has with all pages above."""
+        rows = {(row.space, row.kind, row.digest) for row in self.index.values() if self.is_whole(row)}
+        while self.builders:
+            self.build()
+        self.check()
+        expected: dict[Place, set[Kind]] = {}
+        for (kind, record), row in self.index.items():
+            _, place, space = self.stamps[kind, record]
+            if self.spaces.get(place[0]) == space and row.space == space:
+                chain = self.chain(*place)
+                if all((space, "full", digest) in rows for digest in chain):
+                    expected.setdefault(place, set()).add(kind)
+        found = {place: set(records) for place, records in self.tree_pages().items()}
+        for keeper in self.keepers.values():
+            assert not keeper.num_unread
+        assert found == expected
+
+    def is_whole(self, row: IndexRow) -> bool:
+        """Whether a row has the tokens of its page."""
+        _, (_, tokens), _ = self.stamps[row.kind, row.record]
+        return row.tokens in (None, RadixKey(list(tokens[-self.page :])).data)
+
+    def run(self, num_operations: int) -> Counter[str]:
+        """Do so many operations; return how often the rarer things happened.
+
+        Raises:
+            TrafficFailed: a check failed.
+        """
+        operations: dict[Callable[[], None], int] = {
+            self.write: 30,
+            self.commit: 40,
+            self.delete: 12,
+            self.look_up: 12,
+            self.evict: 8,
+            self.evict_parts: 4,
+            self.drop_dormant: 3,
+            self.build: 24,
+            self.retire: 2,
+            self.crash: 2,
+        }
+        choices = self.rng.choices(list(operations), list(operations.values()), k=num_operations)
+        for number, operation in enumerate(choices):
+            try:
+                operation()
+                self.check()
+                if operation == self.crash and self.rng.random() < 0.5:
+                    self.check_rebuilt()
+                    self.done["rebuilt"] += 1
+            except Exception as error:
+                raise TrafficFailed(f"operation {number}, {operation.__name__}: {error}") from error
+        while self.queue or any(keeper.num_leaving for keeper in self.keepers.values()):
+            self.delete()
+            assert self.queue, "a record leaves for ever"
+            self.commit()
+        self.check()
+        assert not self.cache.leases.of_session(TIERS), "a lease of a write is left"
+        return self.done
