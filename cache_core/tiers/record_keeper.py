@@ -68,7 +68,7 @@ class RecordKeeper:
         """Keep the records of states."""
 
         def free(slots: Starts) -> None:
-            for slot in slots.tolist():
+            for slot in reversed(slots.tolist()):  # The one freed last is used first.
                 pool.free_track_slot(slot)
 
         return cls(pool, pool.num_slots, 1, free)
@@ -101,7 +101,7 @@ class RecordKeeper:
 
     def end_reading(self) -> None:
         """Free the records that no row names."""
-        numbers = np.flatnonzero(self._states == _UNREAD)[::-1]  # The one freed last is used first.
+        numbers = np.flatnonzero(self._states == _UNREAD)
         self._move(numbers, _UNREAD, _PLAIN)
         self._free(numbers * self._step)
 
