@@ -7,7 +7,7 @@ The folders, from the ground up:
     metrics       counts as metrics of Ray, buckets of histograms, a dashboard for Grafana
     observe       counts and records of a running cache: history, ghost curve, recordings of traffic and their format
     transport     how messages travel: Ray calls, a Unix socket, mapped memory; checks of messages and arguments
-    tiers         copies between a pool and the tiers below it: their thread, their memory
+    tiers         copies between a pool and the tiers below it: their threads, their memory, their files
     sessions      clients' sessions: owners, offers, deaths, the wait queue, admission
     service       the cache actor, the dispatch of requests, the background tasks
     cluster       caches in a Ray cluster: start, place, find and configure them

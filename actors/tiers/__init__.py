@@ -1,1 +1,1 @@
-"""The tiers below a cache's pool: what copies pages to them and back, and their memory."""
+"""The tiers below a cache's pool: the threads that copy pages to them and back, their memory, and their files."""

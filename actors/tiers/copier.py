@@ -10,14 +10,31 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import monotonic, perf_counter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
-from raydix.cache_core.tiers.page_records import CHUNK_BYTES, Chunk, CopyPlan, PageCopies
+from raydix.cache_core.tiers.page_records import CHUNK_BYTES, Chunk, CopyPlan
 
 logger = logging.getLogger(__name__)
 
 End = Literal["whole", "cancelled", "late", "failed", "closed"]
 _KEPT = 0.9  # share of the sums of recent copies that is kept with each chunk
+
+
+class Copies(Protocol):
+    """Copies pages between a pool and the tier below it, such as `PageCopies` and `DiskCopies`."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to copy."""
+
+    def chunks(self, plan: CopyPlan, max_bytes: int = CHUNK_BYTES) -> list[Chunk]:
+        """Return the parts in which a plan is copied."""
+
+    def load(self, plan: CopyPlan, start: int, stop: int) -> None:
+        """Copy pages [start, stop) of a plan to the pool."""
+
+    def write(self, plan: CopyPlan, start: int, stop: int) -> None:
+        """Copy pages [start, stop) of a plan to the tier below."""
 
 
 class Copied(NamedTuple):
@@ -40,7 +57,7 @@ class Copy:
     def __init__(
         self,
         plan: CopyPlan,
-        copies: PageCopies,
+        copies: Copies,
         done: Callable[[Copied], object],
         *,
         is_load: bool,
@@ -141,7 +158,7 @@ class Copier:
 
     def __init__(
         self,
-        copies: PageCopies,
+        copies: Copies,
         *,
         write_mib_s: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,

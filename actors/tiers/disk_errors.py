@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import errno
 
+from raydix.schemas.shown import counted
+
+_MOST_NAMED = 8
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -29,6 +32,24 @@ class DiskFailed(DiskError):
 
 class ShortTransfer(DiskError):
     """Fewer bytes were read or written than asked for."""
+
+
+class RecordDamaged(DiskError):
+    """Records have not the sums of their pages: they are torn, zeroed, flipped or of other pages.
+
+    Attributes:
+        kind: of the records.
+        numbers: of the damaged ones.
+    """
+
+    def __init__(self, kind: str, numbers: tuple[int, ...]) -> None:
+        super().__init__(kind, numbers)
+        self.kind = kind
+        self.numbers = numbers
+
+    def __str__(self) -> str:
+        named = ", ".join(map(str, self.numbers[:_MOST_NAMED])) + ", ..." * (len(self.numbers) > _MOST_NAMED)
+        return f"{counted(len(self.numbers), 'damaged record')} of kind {self.kind!r}: {named}"
 
 
 class IndexDamaged(DiskError):

@@ -3,4 +3,8 @@
 A tier is a cache of its own: `Tier` names a `KVCache`. A move of pages between two tiers is two leases and a copy:
 `Moves` opens the leases, and ends them once the copier has copied. No node of a tree refers to another tier.
 `PageRecords` and `PageCopies` copy pages to records of bytes and back.
+
+A tier on a disk has an index, with a row for each record (`IndexRow`). `RecordKeeper` keeps a record from being used
+again while a row names it. After a restart, `RowRuns` and `TreeBuilder` make the tree of the rows. `SecondUse` remembers
+which pages were used before.
 """

@@ -7,7 +7,7 @@ opaque pool keeps such records.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -194,6 +194,14 @@ class Pairs(NamedTuple):
 _NONE = Pairs(*(np.empty(0, np.int64),) * 3)
 
 
+class Chunk(NamedTuple):
+    """Pages [start, stop) of a plan, and their bytes."""
+
+    start: int
+    stop: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyPlan:
     """The pages that one copy moves up or down, in order: those that must be there for later ones come first.
@@ -230,13 +238,22 @@ class CopyPlan:
                 last = len(pages)
             yield kind, upper[first:last], lower[first:last]
 
+    def chunks(self, record_bytes: Mapping[Kind, int], max_bytes: int) -> list[Chunk]:
+        """Return the parts in which the plan is copied: as many pages as `max_bytes` have room for, one at least.
 
-class Chunk(NamedTuple):
-    """Pages [start, stop) of a plan, and their bytes."""
-
-    start: int
-    stop: int
-    num_bytes: int
+        Args:
+            record_bytes: of a record of each kind.
+        """
+        sizes = np.full(max(1, len(self)), record_bytes["full"] if len(self) else 0, np.int64)
+        for kind, pairs in self.extras:
+            np.add.at(sizes, np.minimum(pairs.pages, len(sizes) - 1), record_bytes[kind])
+        ends, chunks, start, before = np.cumsum(sizes), list[Chunk](), 0, 0
+        while start < len(ends):
+            stop = max(start + 1, int(np.searchsorted(ends, before + max_bytes, "right")))
+            end = int(ends[stop - 1])
+            chunks.append(Chunk(start, min(stop, len(self)), end - before))
+            start, before = stop, end
+        return chunks
 
 
 class PageCopies:
@@ -270,16 +287,7 @@ class PageCopies:
 
     def chunks(self, plan: CopyPlan, max_bytes: int = CHUNK_BYTES) -> list[Chunk]:
         """Return the parts in which a plan is copied: as many pages as `max_bytes` have room for, one at least."""
-        sizes = np.full(max(1, len(plan)), self._upper.num_bytes("full") if len(plan) else 0, np.int64)
-        for kind, pairs in plan.extras:
-            np.add.at(sizes, np.minimum(pairs.pages, len(sizes) - 1), self._upper.num_bytes(kind))
-        ends, chunks, start, before = np.cumsum(sizes), [], 0, 0
-        while start < len(ends):
-            stop = max(start + 1, int(np.searchsorted(ends, before + max_bytes, "right")))
-            end = int(ends[stop - 1])
-            chunks.append(Chunk(start, min(stop, len(plan)), end - before))
-            start, before = stop, end
-        return chunks
+        return plan.chunks({kind: self._upper.num_bytes(kind) for kind in KINDS}, max_bytes)
 
     def write(self, plan: CopyPlan, start: int, stop: int) -> None:
         """Copy pages [start, stop) of a plan from the pool to the tier below.

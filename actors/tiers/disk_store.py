@@ -1,0 +1,125 @@
+"""`DiskStore`: the files and the index of a disk tier, opened together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+
+import numpy as np
+
+from raydix.actors.tiers.disk_errors import IndexDamaged, RecordDamaged
+from raydix.actors.tiers.disk_folder import PREDECESSOR_S, RECORDS, DiskFolder
+from raydix.actors.tiers.disk_index import DiskIndex, IndexLayout, index_bytes, log_bytes
+from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.record_file import DirectIO, RecordFile, Rows, stride_of
+from raydix.actors.tiers.record_sums import DIGEST_BYTES, SUM_BYTES, are_right
+from raydix.cache_core import RecordLayout
+from raydix.cache_core.tiers.index_row import IndexRow
+from raydix.cache_core.tiers.page_records import KINDS, Kind
+from raydix.cache_core.tiers.record_keeper import Numbers
+
+logger = logging.getLogger(__name__)
+
+
+class DiskStore:
+    """The records of a disk tier, and its index.
+
+    Opening it waits for the lock and reserves the disk, so a thread does it. The index belongs to that thread. Records
+    may be read and written by any thread.
+
+    Args:
+        path: a folder, absolute.
+        cache: the name of the cache.
+        layout: the numbers and sizes of the records.
+        index_layout: their format.
+        direct_io: as of `RecordFile`.
+        wait_s: for a predecessor that has the lock.
+        is_given_up: checked while it waits.
+        calls: of the operating system.
+
+    Attributes:
+        folder, index: of the store.
+        files: of its records, by kind.
+        was_damaged: whether the index was damaged and a new one was made, so that the store is empty.
+
+    Raises:
+        FolderInUse: another process has the folder.
+        CacheUnavailable: the disk cannot be used.
+        DiskError: it could not be read or written.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        cache: str,
+        layout: RecordLayout,
+        index_layout: IndexLayout,
+        *,
+        direct_io: DirectIO = "auto",
+        wait_s: float = PREDECESSOR_S,
+        is_given_up: Callable[[], bool] = lambda: False,
+        calls: FileCalls | None = None,
+    ) -> None:
+        calls = calls or FileCalls()
+        sizes: dict[Kind, tuple[int, int]] = {
+            kind: (number - 1, num_bytes)
+            for kind, (number, num_bytes) in zip(KINDS, layout.shapes, strict=True)
+            if num_bytes and number > 1
+        }
+        numbers = [number for number, _ in sizes.values()]
+        room = index_bytes(layout.num_slots // layout.page_size, layout.page_size, sum(numbers[1:]))
+        self.was_damaged = False
+        with ExitStack() as opened:
+            self.folder = DiskFolder(path, cache, index_layout.digest, direct_io=direct_io, calls=calls)
+            opened.callback(self.folder.close)
+            self.folder.wait_for_lock(wait_s, is_given_up)
+            num_bytes = sum(number * stride_of(record_bytes) for number, record_bytes in sizes.values())
+            self.folder.check_room(num_bytes + room + log_bytes(layout.page_size))
+            self.files: dict[Kind, RecordFile] = {}
+            for kind, (number, record_bytes) in sizes.items():
+                self.files[kind] = RecordFile(
+                    self.folder.fd, RECORDS[kind], record_bytes, number, direct_io=direct_io, calls=calls
+                )
+                opened.callback(self.files[kind].close)
+            try:
+                self.index = DiskIndex(self.folder.path, index_layout, room=room, calls=calls)
+            except IndexDamaged as error:
+                logger.warning("the index of %s is damaged, so its records are lost: %s", self.folder.path, error)
+                self.was_damaged = True
+                DiskIndex.discard(self.folder.path)
+                self.index = DiskIndex(self.folder.path, index_layout, room=room, calls=calls)
+            self._opened = opened.pop_all()
+        self._digests = {kind: np.zeros((number + 1, DIGEST_BYTES), np.uint8) for kind, (number, _) in sizes.items()}
+        self._sums = {kind: np.zeros((number + 1, SUM_BYTES), np.uint8) for kind, (number, _) in sizes.items()}
+
+    def close(self) -> None:
+        """Close the files, and give the folder back. No thread may be reading or writing."""
+        try:
+            self.index.close()
+        finally:
+            self._opened.close()
+
+    def note(self, rows: Iterable[IndexRow]) -> None:
+        """Remember the digests and sums of records, by which `read` checks them. 48 bytes a record."""
+        for row in rows:
+            self._digests[row.kind][row.record] = np.frombuffer(row.digest, np.uint8)
+            self._sums[row.kind][row.record] = np.frombuffer(row.record_sum, np.uint8)
+
+    def read(self, kind: Kind, numbers: Numbers, rows: Rows) -> None:
+        """Read records and check them.
+
+        Args:
+            numbers: of records that have been noted.
+            rows: of aligned memory, one for each number.
+
+        Raises:
+            RecordDamaged: some have not the sums of their pages.
+            DiskError: they could not be read.
+        """
+        file = self.files[kind]
+        file.read(numbers, rows)
+        records = rows[:, : file.record_bytes]
+        right = are_right(records, self._digests[kind][numbers], self._sums[kind][numbers], kind)
+        if not right.all():
+            raise RecordDamaged(kind, tuple(numbers[~right].tolist()))

@@ -1,0 +1,324 @@
+"""`DiskWriter`: the threads that copy pages to buffers and write them to a disk, and that keep its index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import monotonic
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from raydix.actors.tiers.copier import WriteCap
+from raydix.actors.tiers.disk_errors import DiskError
+from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.record_file import Rows, aligned_bytes, stride_of
+from raydix.actors.tiers.record_sums import record_sums
+from raydix.cache_core import KVPool, RecordPool
+from raydix.cache_core.tiers.index_row import IndexRow
+from raydix.cache_core.tiers.page_records import CHUNK_BYTES, KINDS, Kind, PageRecords
+from raydix.cache_core.tree.packed_slots import Starts
+
+logger = logging.getLogger(__name__)
+
+BUFFER_BYTES = 32 * 2**20  # of each of the two buffers
+
+
+class Records(NamedTuple):
+    """Records of one kind to write.
+
+    Attributes:
+        starts: their first slots in the pool.
+        rows: their rows, in the same order; the sums are filled in.
+    """
+
+    starts: Starts
+    rows: Sequence[IndexRow]
+
+
+class Written(NamedTuple):
+    """The end of a write.
+
+    Attributes:
+        rows: that the index has now; none if the write was cancelled or has failed, or if their space was deleted.
+        error: None: it has not failed.
+    """
+
+    rows: list[IndexRow]
+    error: DiskError | None = None
+
+
+class Done(NamedTuple):
+    """The end of work on the index: its result, or its error."""
+
+    result: Any = None
+    error: DiskError | None = None
+
+
+@dataclass(eq=False)
+class Write:
+    """One write of a `DiskWriter`.
+
+    Attributes:
+        records: by kind.
+        gathered: called on the event loop when the pages were copied, or will not be: they may be unlocked.
+        done: called on the event loop when the write has ended.
+        is_cancelled: it ends before the next chunk is copied, if not all are.
+    """
+
+    records: Mapping[Kind, Records]
+    gathered: Callable[[], object]
+    done: Callable[[Written], object]
+    is_cancelled: bool = False
+    buffer: Rows | None = None
+    rows: list[IndexRow] = field(default_factory=list)
+
+
+class _Work(NamedTuple):
+    """Work on the store, in the writer's thread."""
+
+    task: Callable[[DiskStore], Any]
+    done: Callable[[Done], object]
+
+
+class DiskWriter:
+    """Writes pages to a disk, and works on its index, in order, in a thread of its own.
+
+    A second thread copies the pages of a write to one of two buffers, and sums them. From then on no page of the pool
+    is needed, so none is locked while the disk is written. The records are written, then their rows are committed.
+
+    All methods are called on the event loop, and so are the callbacks.
+
+    Args:
+        open_store: opens the store, in the writer's thread.
+        opened: called when it is open, or with the error. After an error, the writer does nothing.
+        pool: of the tier above.
+        write_mib_s: MiB of writes a second; None: without a limit.
+        buffer_bytes: of each buffer.
+        clock: seconds, for the limit.
+
+    Attributes:
+        buffer_bytes: that the records of a write may take, with their padding.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], DiskStore],
+        opened: Callable[[DiskStore | Exception], object],
+        pool: KVPool | RecordPool,
+        *,
+        write_mib_s: float | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.buffer_bytes = buffer_bytes
+        self._cap, self._clock = WriteCap(write_mib_s), clock
+        self._free = deque(aligned_bytes(buffer_bytes) for _ in range(2))
+        self._writes: set[Write] = set()
+        self._threads = _Threads(PageRecords(pool), asyncio.get_running_loop())
+        names = ("raydix-disk-copier", "raydix-disk-writer")
+        targets: tuple[Callable[[], None], ...] = (
+            self._threads.copy,
+            lambda threads=self._threads: threads.write(open_store, opened),  # type: ignore[misc]
+        )
+        self._running = [
+            threading.Thread(target=target, name=name, daemon=True) for target, name in zip(targets, names, strict=True)
+        ]
+        for thread in self._running:
+            thread.start()
+        weakref.finalize(self, self._threads.stop)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a write may begin now: a buffer is free, and the limit allows it."""
+        return bool(self._free) and self._cap.wait_s(self._clock()) <= 0
+
+    def write(
+        self,
+        records: Mapping[Kind, Records],
+        gathered: Callable[[], object],
+        done: Callable[[Written], object],
+    ) -> Write:
+        """Write records and their rows. `may_write` must be true.
+
+        Args:
+            records: by kind. The pages must be locked until `gathered` is called, and the records private until `done`.
+            gathered, done: as of `Write`.
+
+        Raises:
+            ValueError: the records take more than a buffer.
+        """
+        num_bytes = self._threads.num_bytes(records)
+        if num_bytes > self.buffer_bytes:
+            raise ValueError(f"records must take {self.buffer_bytes:,} bytes at most, not {num_bytes:,}")
+        self._cap.charge(num_bytes, self._clock())
+
+        def end(written: Written) -> None:
+            self._writes.discard(write)
+            assert write.buffer is not None
+            self._free.append(write.buffer)
+            write.buffer = None
+            done(written)
+
+        write = Write(records, gathered, end, buffer=self._free.popleft())
+        self._writes.add(write)
+        self._threads.to_copy.put(write)
+        return write
+
+    def cancel(self, write: Write) -> None:
+        """End a write before the next chunk is copied; `gathered` and `done` are called.
+
+        A write of which all pages were copied goes on: it locks none.
+        """
+        write.is_cancelled = True
+
+    def submit(self, task: Callable[[DiskStore], Any], done: Callable[[Done], object]) -> None:
+        """Do work on the store in the writer's thread, behind all work before and the writes that are copied.
+
+        Work that comes after `close` is not done.
+        """
+        self._threads.to_write.put(_Work(task, done))
+
+    def close(self) -> None:
+        """End writes of which pages are still to be copied, do all other work, and close the store. It waits for that.
+
+        The callbacks are scheduled on the event loop, so they run after this call.
+        """
+        for write in self._writes:
+            write.is_cancelled = True
+        self._threads.stop()
+        for thread in self._running:
+            thread.join()
+
+
+class _Threads:
+    """The work of the two threads. They know no `DiskWriter`, so that one that is dropped without being closed ends."""
+
+    def __init__(self, pool: PageRecords, loop: asyncio.AbstractEventLoop) -> None:
+        self.to_copy: SimpleQueue[Write | None] = SimpleQueue()
+        self.to_write: SimpleQueue[Write | _Work | None] = SimpleQueue()
+        self._pool = pool
+        self._loop = loop
+
+    def stop(self) -> None:
+        """Let the threads end behind what was asked for so far."""
+        self.to_copy.put(None)
+
+    def num_bytes(self, records: Mapping[Kind, Records]) -> int:
+        """Return the bytes that records take in a buffer."""
+        return sum(len(part.rows) * stride_of(self._pool.num_bytes(kind)) for kind, part in records.items())
+
+    # ---------------------------------------------------------------- the copier
+
+    def copy(self) -> None:
+        """Copy the pages of each write to its buffer, and pass it on."""
+        while (write := self.to_copy.get()) is not None:
+            error: DiskError | None = None
+            try:
+                is_whole = self._gather(write)
+            except Exception as failure:  # reported to the caller; the thread goes on with others
+                logger.exception("the pages of a write could not be copied")
+                is_whole, error = False, DiskError(f"copying failed: {type(failure).__name__}: {failure}")
+            self._post(write.gathered)
+            if is_whole:
+                self.to_write.put(write)
+            else:
+                self._post(write.done, Written([], error))
+            del write  # the thread keeps no buffer while it waits
+        self.to_write.put(None)
+
+    def _gather(self, write: Write) -> bool:
+        """Copy pages to the buffer, and sum them; return False if the write is cancelled."""
+        for kind, rows in self._parts(write):
+            part, record_bytes = write.records[kind], self._pool.num_bytes(kind)
+            step = max(1, CHUNK_BYTES // rows.shape[1])
+            for start in range(0, len(part.rows), step):
+                if write.is_cancelled:
+                    return False
+                stop = start + step
+                records = rows[start:stop, :record_bytes]
+                self._pool.gather(part.starts[start:stop], torch.from_numpy(records), kind)
+                some = part.rows[start:stop]
+                digests = np.frombuffer(b"".join([row.digest for row in some]), np.uint8).reshape(len(some), -1)
+                sums = record_sums(records, digests, kind)
+                write.rows += [row._replace(record_sum=bytes(found)) for row, found in zip(some, sums, strict=True)]
+        return not write.is_cancelled
+
+    def _parts(self, write: Write) -> list[tuple[Kind, Rows]]:
+        """Return the part of the buffer for each kind."""
+        assert write.buffer is not None
+        parts: list[tuple[Kind, Rows]] = []
+        at = 0
+        for kind in KINDS:
+            if kind in write.records and (number := len(write.records[kind].rows)):
+                stride = stride_of(self._pool.num_bytes(kind))
+                parts.append((kind, write.buffer[at : at + number * stride].reshape(number, stride)))
+                at += number * stride
+        return parts
+
+    # ---------------------------------------------------------------- the writer
+
+    def write(self, open_store: Callable[[], DiskStore], opened: Callable[[DiskStore | Exception], object]) -> None:
+        """Open the store, do all writes and work in order, and close the store."""
+        try:
+            store = open_store()
+        except Exception as error:  # reported to the caller
+            self._post(opened, error)
+            self._refuse(error)
+            return
+        self._post(opened, store)
+        try:
+            while (item := self.to_write.get()) is not None:
+                if isinstance(item, Write):
+                    self._post(item.done, self._written(store, item))
+                else:
+                    self._post(item.done, _done(store, item.task))
+                del item
+        finally:
+            try:
+                store.close()
+            except DiskError:
+                logger.exception("the index of a disk could not be closed")
+
+    def _refuse(self, error: Exception) -> None:
+        """Answer all requests with an error: there is no store."""
+        refusal = DiskError(f"the disk is not open: {error}")
+        while (item := self.to_write.get()) is not None:
+            self._post(item.done, Written([], refusal) if isinstance(item, Write) else Done(None, refusal))
+
+    def _written(self, store: DiskStore, write: Write) -> Written:
+        """Write records, then commit their rows."""
+        try:
+            for kind, rows in self._parts(write):
+                numbers = np.array([row.record for row in write.records[kind].rows], np.int64)
+                store.files[kind].write(numbers, rows)
+            store.note(write.rows)
+            return Written(store.index.commit(write.rows))
+        except DiskError as error:
+            return Written([], error)
+        except Exception as failure:
+            logger.exception("a write failed")
+            return Written([], DiskError(f"writing failed: {type(failure).__name__}: {failure}"))
+
+    def _post(self, callback: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the loop is closed
+            logger.exception("the end of work on a disk could not be reported")
+
+
+def _done(store: DiskStore, task: Callable[[DiskStore], Any]) -> Done:
+    try:
+        return Done(task(store))
+    except DiskError as error:
+        return Done(None, error)
+    except Exception as failure:
+        logger.exception("work on the index of a disk failed")
+        return Done(None, DiskError(f"work on the index failed: {type(failure).__name__}: {failure}"))
