@@ -1,4 +1,4 @@
-"""`DiskFolder`: the folder of a disk tier, which one cache may use at a time; what is in such folders, and its removal.
+"""`DiskFolder`: the folder of a disk tier, which one cache may use at a time; a list of such folders, and their removal.
 
 <path>/<cache name>/<layout digest>/    0700
     pages.bin, windows.bin, states.bin  the records of each kind, 0600
@@ -154,7 +154,7 @@ class DiskFolder:
 
 
 class FolderFacts(NamedTuple):
-    """What is known of a folder without its index.
+    """Facts about a folder, without its index.
 
     Attributes:
         cache, layout: the name of the cache, and the digest of the format.
@@ -344,7 +344,7 @@ def _open_below(above: int, name: str, where: str) -> int:
         raise _unusable(path, error.strerror or str(error)) from error
     if os.fstat(fd).st_uid != os.geteuid():
         os.close(fd)
-        raise _unusable(path, "it must belong to the user who runs the cache")
+        raise _unusable(path, "it must belong to the user of this process")
     os.fchmod(fd, 0o700)
     return fd
 

@@ -5,7 +5,7 @@
     rows     one for each record: its page, by the digest, and its sum
 
 A row is committed behind its record, and is gone before its record is used for another page. So a record without a row
-is unused, and a row names the record of its page, or one whose sum is wrong.
+is unused, and a row names the record of its page, or a record with a wrong sum.
 """
 
 from __future__ import annotations

@@ -465,6 +465,21 @@ class KVCache(LeasedCache):
             self.pools.free_private(private.copy(), (), self.tenants.of(lease.key.extra_key))
             self._notify_pressure()
 
+    def drop_page(self, key: RadixKey, first: int) -> int:
+        """Free the page of a tree's key that begins at a token, and all pages below it, as its KV cannot be used.
+
+        Pages that leases lock stay; call it again when these have ended.
+
+        Returns:
+            The tokens that were freed.
+        """
+        node, _ = self.radix.locate(key, first + self.page_size)
+        if node.end != first + self.page_size:
+            return 0
+        if len(node) > self.page_size:
+            self.radix.locate(key, first)  # splits the node before the page
+        return self.radix.drop_below(node)
+
     # ---------------------------------------------------------------- eviction, retirement
 
     def watch_victims(self, on_victim: Callable[[TreeNode], None] | None) -> None:

@@ -429,6 +429,16 @@ class PrefixCache(BasePrefixCache):
         """
         return self._release(partial(self.parts.full.evict_own, tenant, num_tokens)).num_tokens
 
+    def drop_below(self, node: TreeNode) -> int:
+        """Free a node of which the KV cannot be used, and all nodes below it without locks; return tokens. O(nodes)."""
+
+        def take_out(victims: Victims) -> None:
+            for found in reversed(list(node.subtree())):  # children before parents
+                if not found.children and not found.lock_ref:
+                    self.parts.full.take_out(found, victims)
+
+        return self._release(take_out).num_tokens
+
     def reclaim_retired(self, max_tokens: int | None = None) -> int:
         """Free the unlocked nodes of retired namespaces, `max_tokens` or a node more of them; returns tokens."""
         return self._release(partial(self.parts.full.evict_retired, max_tokens)).num_tokens

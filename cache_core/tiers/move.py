@@ -30,6 +30,7 @@ class Move:
         target_states: slots that it is copied to, the last one for the tree; empty if `source_state` is None.
         spare: a lease with the state slot that the tree gets from a load; None without one.
         is_cancelled: the copier must stop at its next chunk.
+        has_let_go: its source was copied to a buffer, and is not locked any more.
     """
 
     is_load: bool
@@ -48,6 +49,7 @@ class Move:
     target_states: tuple[int, ...] = ()
     spare: LeaseRecord | None = None
     is_cancelled: bool = False
+    has_let_go: bool = False
 
     @property
     def stop(self) -> int:

@@ -13,7 +13,7 @@ Rules, checked by `check_invariants`:
 1. Each tier's own rules hold.
 2. The leases under `TIERS` are exactly the ends of the moves in flight. Without a move there are none.
 3. No two moves into one tier copy the same page of a prefix, unless one is of a retired namespace.
-4. The source of a move is locked, and its target private, until `finish`.
+4. The source of a move is locked until `finish` or `let_go`, and its target private until `finish`.
 5. A lease that is being filled was not handed out: no session has it. For a prefetch, none will.
 6. Every reused token is counted once: at most `tokens_reused` were loaded.
 
@@ -353,6 +353,30 @@ class Moves:
         self._in_flight[move] = None
         return move
 
+    def plan_write(self, node: TreeNode, num_pages: int) -> Move | None:
+        """Begin to write a node, and the nodes above it that the lower tier lacks, up to about so many pages.
+
+        Returns:
+            None: the lower tier has all of it or no room, or another write copies a part of it.
+        """
+        if not node.namespace.live or (found := self._missing(node)) is None or self._is_being_read(found):
+            return None
+        stop, first = self._stop_within(found, num_pages), found.first + self._page_size
+        for move in self._in_flight:
+            # A page that another write has let go may have been computed again.
+            is_written = not move.is_load and not move.is_retired and move.first < stop and found.first < move.stop
+            shared = max(first, move.first + self._page_size)
+            if is_written and move.key[:shared] == found.path.key[:shared]:
+                return None
+        return self._begin_write(found, stop)
+
+    def let_go(self, move: Move) -> None:
+        """Unlock the source of a write: all of it is in a buffer. `finish` ends the move."""
+        assert move in self._in_flight and not move.is_load and not move.has_let_go
+        move.has_let_go = True
+        self._reading.difference_update(move.source_starts.tolist())
+        self.upper.cache.end_quietly(move.source)
+
     # ---------------------------------------------------------------- evictions
 
     def write_before_eviction(self, node: TreeNode) -> None:
@@ -547,7 +571,8 @@ class Moves:
         key = move.key[: move.first + num_pages * self._page_size]
         if move.is_load:
             return self._finish_load(move, key, is_whole)
-        self._reading.difference_update(move.source_starts.tolist())
+        if not move.has_let_go:
+            self._reading.difference_update(move.source_starts.tolist())
         if not is_whole:
             self._covered.pop(move.source.node.id, None)
             self._covered_before.pop(move.source.node.id, None)
@@ -556,7 +581,8 @@ class Moves:
                 key, is_whole = key[: move.first], False
             return Finished(self._publish_write(move.target, key, move.live_from, is_whole))
         finally:
-            self.upper.cache.end_quietly(move.source)
+            if not move.has_let_go:
+                self.upper.cache.end_quietly(move.source)
 
     def _publish_write(self, target: LeaseRecord, key: RadixKey, live_from: int, is_whole: bool) -> int:
         """Publish the written pages of a key, and end their lease; return the tokens that were new."""
@@ -624,13 +650,15 @@ class Moves:
         page = self._page_size
         read = move.source.starts[: move.source.num_published_pages][move.first // page : move.stop // page]
         written = move.target.private_starts[: move.num_pages]
-        assert read.tolist() == move.source_starts.tolist(), f"rule 4: the source of {move.key} is not locked"
+        is_locked = move.has_let_go or read.tolist() == move.source_starts.tolist()
+        assert is_locked, f"rule 4: the source of {move.key} is not locked"
         assert written.tolist() == move.target_starts.tolist(), f"rule 4: the target of {move.key} is not private"
         assert (move.target.filling_for is not None) == move.is_load, "rule 5: only a load fills a lease of a session"
 
 
 def _ends_of(move: Move) -> Iterator[tuple[Tier, LeaseRecord]]:
-    yield move.source_tier, move.source
+    if not move.has_let_go:
+        yield move.source_tier, move.source
     yield move.target_tier, move.target
     if move.spare is not None:
         yield move.target_tier, move.spare

@@ -587,3 +587,123 @@ def test_a_prefetch_of_a_retired_namespace_publishes_nothing(pair: Pair) -> None
 
     assert moves.finish(move, 1) == (0, None, False)
     assert device.free_slots == 32
+
+
+# -------------------------------------------------------------------- writes from buffers
+
+
+def node_of(moves: Moves, *ids: int) -> Any:
+    node, _ = moves.upper.cache.radix.locate(key(*ids), len(ids))
+    return node
+
+
+def test_a_node_is_written_with_what_is_missing_above_it(pair: Pair) -> None:
+    moves = pair()
+    publish(moves.upper.cache, 1, 2, 3, 4)
+    publish(moves.upper.cache, 1, 2, 3, 4, 5, 6)
+
+    move = moves.plan_write(node_of(moves, 1, 2, 3, 4, 5, 6), 100)
+    assert move is not None and (move.first, move.stop) == (0, 6)
+    assert moves.plan_write(node_of(moves, 1, 2, 3, 4), 100) is None, "it is being written"
+    moves.finish(move, 3)
+    assert moves.lower.longest_prefix(key(1, 2, 3, 4, 5, 6)) == 6
+    assert moves.plan_write(node_of(moves, 1, 2, 3, 4, 5, 6), 100) is None, "it is there"
+
+    publish(moves.upper.cache, *range(20, 30))
+    part = moves.plan_write(node_of(moves, *range(20, 30)), 2)
+    assert part is not None and part.num_pages == 2
+    moves.finish(part, 2)
+    assert moves.lower.longest_prefix(key(*range(20, 30))) == 4
+
+
+def test_no_page_is_locked_once_a_write_has_let_go(pair: Pair) -> None:
+    moves = pair()
+    upper, lower = moves.upper.cache, moves.lower.cache
+    publish(upper, 1, 2, 3, 4)
+    move = moves.plan_write(node_of(moves, 1, 2, 3, 4), 100)
+    assert move is not None
+    assert upper.protected_size() == 4
+    moves.check_invariants()
+
+    moves.let_go(move)
+    moves.check_invariants()
+    assert upper.protected_size() == 0
+    assert upper.evict(4) == 4
+    assert moves.plan_demotion(32).moves == []
+    moves.finish(move, 2)
+    assert moves.lower.longest_prefix(key(1, 2, 3, 4)) == 4
+    assert moves.counts.written == 4
+    assert not lower.leases.of_session(TIERS) and not upper.leases.of_session(TIERS)
+
+
+def test_a_page_that_is_computed_again_while_it_is_written_is_not_written_twice(pair: Pair) -> None:
+    moves = pair()
+    publish(moves.upper.cache, 1, 2, 3, 4)
+    move = moves.plan_write(node_of(moves, 1, 2, 3, 4), 100)
+    assert move is not None
+    moves.let_go(move)
+    moves.upper.cache.evict(4)
+    publish(moves.upper.cache, 1, 2, 3, 4, 5, 6)
+    publish(moves.upper.cache, 7, 8, 9, 10)
+
+    assert moves.plan_write(node_of(moves, 1, 2, 3, 4, 5, 6), 100) is None
+    other = moves.plan_write(node_of(moves, 7, 8, 9, 10), 100)
+    assert other is not None
+    moves.check_invariants()
+    moves.finish(move, 0, False)
+    again = moves.plan_write(node_of(moves, 1, 2, 3, 4, 5, 6), 100)
+    assert again is not None and again.num_pages == 3
+    for write in (other, again):
+        moves.finish(write, write.num_pages)
+
+
+def test_a_write_that_has_let_go_publishes_nothing_of_a_retired_namespace(pair: Pair) -> None:
+    moves = pair()
+    publish(moves.upper.cache, 1, 2, 3, 4)
+    move = moves.plan_write(node_of(moves, 1, 2, 3, 4), 100)
+    assert move is not None
+    moves.let_go(move)
+    moves.upper.cache.reset()
+
+    assert move.is_retired
+    assert moves.finish(move, 2).num_tokens == 0
+    assert moves.lower.longest_prefix(key(1, 2, 3, 4)) == 0
+
+
+def test_a_write_without_room_begins_nothing(pair: Pair) -> None:
+    moves = pair(host=4)
+    publish(moves.upper.cache, *range(6))
+
+    assert moves.plan_write(node_of(moves, *range(6)), 100) is None
+    assert moves.upper.cache.protected_size() == 0
+
+
+# -------------------------------------------------------------------- pages that cannot be used
+
+
+def test_a_page_is_dropped_with_all_below_it_and_nothing_else() -> None:
+    cache = make_cache(64, 2)
+    publish(cache, *range(8))
+    publish(cache, 0, 1, 2, 3, 4, 5, 16, 17)
+    publish(cache, 0, 1, 22, 23)
+
+    assert cache.drop_page(key(*range(8)), 2) == 8  # 2 3 4 5, 6 7 and 16 17
+    cache.check_invariants()
+    assert cache.radix.cached_lens(key(*range(8)))[0] == 2
+    assert cache.radix.cached_lens(key(0, 1, 22, 23))[0] == 4
+    assert cache.drop_page(key(*range(8)), 2) == 0, "it is gone"
+    assert cache.drop_page(key(0, 1, 22, 23), 0) == 4
+    assert cache.evictable_size() == 0
+
+
+def test_a_page_that_a_lease_locks_is_dropped_later() -> None:
+    cache = make_cache(64, 2)
+    publish(cache, *range(8))
+    lease = cache.find_source(key(*range(4)), 4)
+
+    assert cache.drop_page(key(*range(8)), 2) == 4, "the pages below are not locked"
+    cache.check_invariants()
+    assert cache.radix.cached_lens(key(*range(8)))[0] == 4
+    cache.end_quietly(lease)
+    assert cache.drop_page(key(*range(8)), 2) == 2
+    cache.check_invariants()
