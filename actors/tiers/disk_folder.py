@@ -1,4 +1,4 @@
-"""`DiskFolder`: the folder of a disk tier, which one cache may use at a time; a list of such folders, and their removal.
+"""`DiskFolder`: the folder of a disk tier, which one cache may use at a time; lists of such folders, and their removal.
 
 <path>/<cache name>/<layout digest>/    0700
     pages.bin, windows.bin, states.bin  the records of each kind, 0600

@@ -18,11 +18,14 @@ from contextlib import contextmanager, suppress
 from time import time
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from raydix.actors.tiers.disk_errors import DiskError, DiskFailed, DiskFull, IndexDamaged
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.record_sums import DIGEST_BYTES, SUM_BYTES
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
 from raydix.cache_core.tiers.page_records import KINDS, Kind
+from raydix.cache_core.tiers.record_keeper import Numbers
 from raydix.schemas import CacheUnavailable
 from raydix.schemas.shown import brief, byte_size
 
@@ -289,6 +292,26 @@ class DiskIndex:
             and (parent is None or len(parent) == DIGEST_BYTES)
             and (tokens is None or (len(tokens) > 0 and len(tokens) % (4 * self._layout.page_size) == 0))
         )
+
+    def records(
+        self, space: int, after: RowPlace = FIRST, limit: int = 16384
+    ) -> tuple[Numbers, Numbers, RowPlace | None]:
+        """Read the records of a space's rows by depth, without their pages, which takes a tenth of the time of `rows`.
+
+        Returns:
+            The kinds of the records, by their places in `KINDS`; their numbers; and the place from which to go on.
+        """
+        with _typed("reading the index"):
+            found = self._db.execute(
+                "SELECT depth, kind, record FROM rows "
+                "WHERE space = ? AND (depth, kind, record) > (?, ?, ?) ORDER BY depth, kind, record LIMIT ?",
+                (space, *after, limit),
+            ).fetchall()
+        try:
+            values = np.array(found, np.int64).reshape(-1, 3)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise IndexDamaged(f"reading the index failed: {error}") from error
+        return values[:, 1].copy(), values[:, 2].copy(), RowPlace(*found[-1]) if len(found) == limit else None
 
     def num_rows(self, space: int) -> int:
         """Return the number of a space's rows. O(rows)."""

@@ -5,6 +5,6 @@ A tier is a cache of its own: `Tier` names a `KVCache`. A move of pages between 
 `PageRecords` and `PageCopies` copy pages to records of bytes and back.
 
 A tier on a disk has an index, with a row for each record (`IndexRow`). `RecordKeeper` keeps a record from being used
-again while a row names it. After a restart, `RowRuns` and `TreeBuilder` make the tree of the rows again. `SecondUse`
-remembers which pages were used before.
+again while a row names it. After a restart, `DiskSpaces` knows which pages may be matched; `RowRuns` and `TreeBuilder`
+make their tree of the rows again. `SecondUse` remembers which pages were used before.
 """

@@ -36,6 +36,7 @@ class TreeBuilder:
     Attributes:
         num_built: pages that were put into the tree.
         num_dropped: pages that were dropped.
+        is_fed: whether all runs have been added; set by the caller.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TreeBuilder:
     ) -> None:
         self.num_built = 0
         self.num_dropped = 0
+        self.is_fed = False
         self._cache = cache
         self._keepers = keepers
         self._namespace = namespace

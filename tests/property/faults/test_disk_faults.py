@@ -11,6 +11,7 @@ from support.traffic.disk import DiskShape, DiskTraffic
 from support.traffic.radix import TrafficFailed
 
 from raydix.cache_core.leases.lease_allocator import LeaseAllocator
+from raydix.cache_core.tiers.disk_spaces import DiskSpaces
 from raydix.cache_core.tiers.record_keeper import RecordKeeper
 from raydix.cache_core.tiers.row_runs import RowRuns
 from raydix.cache_core.tiers.tree_builder import TreeBuilder
@@ -100,6 +101,55 @@ def hashes_are_those_of_other_pages(patch: Patch) -> None:
             node.hash_values = node.hash_values[::-1]
 
     around(patch, TreeBuilder, "_keep_hashes", keep_hashes)
+
+
+@fault
+def a_space_of_other_models_is_built(patch: Patch) -> None:
+    def bind(original: Any, self: DiskSpaces, namespace: Any, models: Any) -> Any:
+        for space in self:
+            if space.namespace == namespace:
+                space.models = models
+        return original(self, namespace, models)
+
+    around(patch, DiskSpaces, "bind", bind)
+
+
+@fault
+def only_the_current_space_is_retired(patch: Patch) -> None:
+    def retire(original: Any, self: DiskSpaces, is_meant: Any) -> Any:
+        spared = [space for space in self if self.current(space.namespace) is not space]
+        numbers = original(self, is_meant)
+        for space in spared:
+            if space.number in numbers:
+                self.add(space.number, space.namespace, space.models)
+        return numbers
+
+    around(patch, DiskSpaces, "retire", retire)
+
+
+@fault
+def records_of_deleted_spaces_stay_dormant(patch: Patch) -> None:
+    around(patch, DiskSpaces, "deleted", lambda original, self, numbers: None)
+
+
+@fault
+def the_rows_that_no_run_has_stay(patch: Patch) -> None:
+    def give(original: Any, self: DiskSpaces, space: Any, runs: Any, left_out: Any, *, is_last: bool) -> None:
+        original(self, space, runs, (), is_last=is_last)
+        space.pop_all()
+
+    around(patch, DiskSpaces, "give", give)
+
+
+@fault
+def records_leave_while_their_space_is_built(patch: Patch) -> None:
+    def drop_dormant(original: Any, self: DiskSpaces, num_pages: int) -> Any:
+        for space in self:
+            if space.builder is not None:
+                self._drop(space.pop_records(num_pages))
+        return original(self, num_pages)
+
+    around(patch, DiskSpaces, "drop_dormant", drop_dormant)
 
 
 @fault

@@ -19,6 +19,6 @@ def test_a_disk_agrees_with_its_index(shape: DiskShape) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_disk_agrees_with_its_index_for_long(shape: DiskShape) -> None:
-    done = sum((DiskTraffic(seed, shape).run(1500) for seed in range(100, 106)), Counter[str]())
+    done = sum((DiskTraffic(seed, shape).run(1500) for seed in range(100, 104)), Counter[str]())
 
     assert done["retired while it was built"] and done["not written"], done

@@ -25,11 +25,11 @@ from raydix.cache_core import (
     TokenToKVPoolAllocator,
 )
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
+from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces, Models
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import Kind
 from raydix.cache_core.tiers.record_keeper import RecordKeeper
 from raydix.cache_core.tiers.row_runs import RowRuns
-from raydix.cache_core.tiers.tree_builder import TreeBuilder
 from raydix.cache_core.tree.hashing import hash_page, namespace_seed
 from raydix.cache_core.tree.tree_node import nodes_to
 
@@ -56,7 +56,7 @@ class Commit:
 
     added: list[IndexRow] = field(default_factory=list)
     removed: list[tuple[Kind, int]] = field(default_factory=list)
-    ended: int | None = None  # a space that is deleted
+    ended: list[int] = field(default_factory=list)  # spaces that are deleted
     write: Write | None = None  # the write whose rows are added
 
 
@@ -73,7 +73,7 @@ class DiskTraffic:
 
     Attributes:
         index: what is on the disk: rows by kind and record.
-        live: spaces on the disk.
+        live: spaces on the disk: their namespaces and models.
         stamps: what the records hold.
         queue: commits that the writer has not done.
     """
@@ -81,13 +81,12 @@ class DiskTraffic:
     def __init__(self, seed: int, shape: DiskShape) -> None:
         self.rng, self.shape, self.page = Random(seed), shape, shape.page_size
         self.index: dict[tuple[Kind, int], IndexRow] = {}
-        self.live: dict[int, str | None] = {}
+        self.live: dict[int, tuple[str | None, Models]] = {}
         self.stamps: dict[tuple[Kind, int], Stamp] = {}
         self.queue: deque[Commit] = deque()
         self.done = Counter[str]()
         self.num_spaces = 0
-        self.spaces: dict[str | None, int] = {}  # namespace -> space of its pages
-        self.builders: dict[str | None, tuple[TreeBuilder, RowRuns, list[IndexRow]]] = {}
+        self.feeds: dict[DiskSpace, tuple[RowRuns, list[IndexRow]]] = {}  # rows that are not read yet
         self.start()
 
     # ---------------------------------------------------------------- start, crash
@@ -112,25 +111,40 @@ class DiskTraffic:
             tree = RadixCache(page, shape.window, self.allocator)  # type: ignore[assignment]
         self.cache = KVCache(tree, self.allocator, states=states)
         self.queue.clear()
-        self.builders.clear()
-        self.spaces.clear()
+        self.feeds.clear()
+        self.models: Models = self.rng.choice((("A", None), ("A", None), ("B", None)))
+        self.spaces = DiskSpaces(self.cache, self.keepers)
         self.read()
 
     def read(self) -> None:
-        """Note the records of all live spaces, and begin to build the youngest space of each namespace."""
-        assert not self.cache.free_slots, "no slot is handed out before all rows are read"
-        rows = [row for row in self.index.values() if row.space in self.live]
-        for kind, keeper in self.keepers.items():
-            numbers = np.array([row.record for row in rows if row.kind == kind], np.int64)
-            assert keeper.add_dormant(numbers).all()
-            keeper.end_reading()
-            assert keeper.num_dormant == len(numbers)
-        for number, namespace in sorted(self.live.items()):
-            self.spaces[namespace] = number
-        for namespace, number in self.spaces.items():
-            mine = sorted((row for row in rows if row.space == number), key=lambda row: row.place)
-            builder = TreeBuilder(self.cache, self.keepers, namespace)
-            self.builders[namespace] = builder, RowRuns(self.page, namespace), mine
+        """Note the records of all live spaces."""
+        for number, (namespace, models) in sorted(self.live.items()):
+            self.spaces.add(number, namespace, models)
+        for number in self.live:
+            places = [row.place for row in self.rows_of(number)]
+            for start in range(0, len(places), 5):
+                assert not self.cache.free_slots, "no slot is handed out before all rows are read"
+                kinds, records = np.array([place[1:] for place in places[start : start + 5]]).T
+                assert self.spaces.read(number, kinds, records) == []
+        self.spaces.end_reading()
+
+    def rows_of(self, number: int) -> list[IndexRow]:
+        """The rows of a space by depth, as the index has them."""
+        return sorted((row for row in self.index.values() if row.space == number), key=lambda row: row.place)
+
+    def bind(self, namespace: str | None) -> DiskSpace:
+        """Bind the models of this life to a namespace. A new space is on the disk before it has rows."""
+        space = self.spaces.bind(namespace, self.models)
+        if space is None:
+            self.num_spaces += 1
+            self.live[self.num_spaces] = namespace, self.models
+            space = self.spaces.add(self.num_spaces, namespace, self.models)
+            self.spaces.begin(space)
+            return space
+        assert space.number == max(number for number, made in self.live.items() if made == (namespace, self.models))
+        self.feeds[space] = RowRuns(self.page, namespace), self.rows_of(space.number)
+        self.done["bound again"] += 1
+        return space
 
     def crash(self) -> None:
         """Lose the memory, and the commits that were not done."""
@@ -144,32 +158,28 @@ class DiskTraffic:
         self.start()
 
     def build(self) -> None:
-        """Build a slice of a tree."""
-        if not self.builders:
-            return
-        namespace = self.rng.choice(list(self.builders))
-        builder, runs, rows = self.builders[namespace]
-        number = self.rng.choice((1, 3, 10))
-        builder.add(runs.add(rows[:number]))
-        is_read = len(rows) <= number
-        del rows[:number]
-        if is_read:
-            builder.add(runs.end())
-        builder.leave_out(runs.left_out)
-        runs.left_out = []
-        if not builder.build(self.rng.choice((1, 4, 1000))) and is_read:
-            self.done["built"] += builder.num_built
-            del self.builders[namespace]
+        """Bind a namespace, read some rows of its space, and build a slice of its tree."""
+        namespace = self.rng.choice(NAMESPACES)
+        space = self.spaces.current(namespace) or self.bind(namespace)
+        if (feed := self.feeds.get(space)) is not None:
+            runs, rows = feed
+            number = self.rng.choice((1, 3, 10))
+            done, is_last = runs.add(rows[:number]), len(rows) <= number
+            del rows[:number]
+            if is_last:
+                done += runs.end()
+                del self.feeds[space]
+            self.spaces.give(space, done, runs.left_out, is_last=is_last)
+            runs.left_out = []
+        builder, before = space.builder, 0 if space.builder is None else space.builder.num_built
+        self.spaces.build(self.rng.choice((1, 4, 1000)))
+        self.done["built"] += 0 if builder is None else builder.num_built - before
 
     # ---------------------------------------------------------------- writes
 
     def space_of(self, namespace: str | None) -> int:
-        """The space of a namespace's pages. A new one is on the disk before it has rows."""
-        if namespace not in self.spaces:
-            self.num_spaces += 1
-            self.spaces[namespace] = self.num_spaces
-            self.live[self.num_spaces] = namespace
-        return self.spaces[namespace]
+        """The space of a namespace's pages."""
+        return (self.spaces.current(namespace) or self.bind(namespace)).number
 
     def prompt(self) -> Place:
         rng, tokens = self.rng, list[int]()
@@ -235,7 +245,7 @@ class DiskTraffic:
         return row._replace(parent=chain[place - 1] if place else None, tokens=ids)
 
     def stamp_of(self, row: IndexRow, tokens: Tokens) -> Stamp:
-        namespace = self.live.get(row.space)
+        namespace, _ = self.live[row.space]
         return row.kind, (namespace, tokens[: row.depth * self.page]), row.space
 
     # ---------------------------------------------------------------- the writer
@@ -254,8 +264,9 @@ class DiskTraffic:
         if self.rng.random() < 0.15:
             self.fail(commit)
             return
-        if commit.ended is not None:
-            self.live.pop(commit.ended, None)
+        for number in commit.ended:
+            del self.live[number]
+        self.spaces.deleted(commit.ended)
         for key in commit.removed:
             self.index.pop(key, None)
         rows = [row for row in commit.added if row.space in self.live]
@@ -269,7 +280,7 @@ class DiskTraffic:
 
     def fail(self, commit: Commit) -> None:
         self.done["failed commit"] += 1
-        if commit.ended is not None:  # it is tried again, before anything else
+        if commit.ended:  # it is tried again, before anything else
             self.queue.appendleft(commit)
             return
         for kind, numbers in self.by_kind(commit.removed):
@@ -306,7 +317,7 @@ class DiskTraffic:
         lease = self.cache.find_source(RadixKey(list(tokens), namespace), len(tokens))
         for place in range(lease.prefix_len // self.page):
             record = int(lease.starts[place]) // self.page
-            stamp = ("full", (namespace, tokens[: (place + 1) * self.page]), self.spaces[namespace])
+            stamp = ("full", (namespace, tokens[: (place + 1) * self.page]), self.space_of(namespace))
             assert self.stamps["full", record] == stamp, f"a load would read {self.stamps['full', record]}, not {stamp}"
             self.done["hit"] += 1
         self.cache.end_quietly(lease, is_use=True)
@@ -322,25 +333,26 @@ class DiskTraffic:
             self.cache.evict_states(1)
 
     def drop_dormant(self) -> None:
-        """Let some records of spaces leave that no builder reads: the deepest pages first."""
-        building = {self.spaces[namespace] for namespace in self.builders}
-        rows = [row for row in self.index.values() if row.space in self.live and row.space not in building]
-        rows.sort(key=lambda row: row.place)
-        for kind, numbers in self.by_kind([(row.kind, row.record) for row in rows[-4:]]):
-            self.keepers[kind].drop(numbers)
+        """Let some records of dormant spaces leave."""
+        before = self.keepers["full"].num_dormant
+        wanted = self.rng.randint(1, 4)
+        dropped = self.spaces.drop_dormant(wanted)
+        assert dropped <= wanted and before - self.keepers["full"].num_dormant == dropped
+        self.done["dropped dormant"] += dropped
 
     def retire(self) -> None:
         """Retire a namespace, in the tree now, and on the disk when the writer comes to it."""
         namespace = self.rng.choice(NAMESPACES)
-        if namespace not in self.spaces:
-            return
+        is_meant: Callable[[str | None], bool] = lambda name: name == namespace  # noqa: E731
         self.done["retirement"] += 1
-        space = self.spaces.pop(namespace)
-        if namespace in self.builders:
-            self.builders.pop(namespace)[0].cancel()
-            self.done["retired while it was built"] += 1
-        self.cache.retire(lambda name: name == namespace)
-        self.queue.append(Commit(ended=space))
+        space = self.spaces.current(namespace)
+        self.done["retired while it was built"] += space is not None and space.builder is not None
+        if space is not None:
+            self.feeds.pop(space, None)
+        ended = self.spaces.retire(is_meant)
+        self.cache.retire(is_meant)
+        if ended:
+            self.queue.append(Commit(ended=ended))
 
     # ---------------------------------------------------------------- checks
 
@@ -369,8 +381,10 @@ class DiskTraffic:
 
     def check(self) -> None:
         self.cache.check_invariants()
-        for keeper in self.keepers.values():
+        for kind, keeper in self.keepers.items():
             keeper.check_invariants()
+            num_rows = sum(found == kind and row.space in self.live for (found, _), row in self.index.items())
+            assert keeper.num_dormant <= num_rows, f"{keeper.num_dormant} records of kind {kind} wait for nothing"
         for (kind, record), row in self.index.items():
             if row.space in self.live:
                 stamp = self.stamps[kind, record]
@@ -378,21 +392,22 @@ class DiskTraffic:
                 assert (stamp[0], stamp[2]) == (kind, row.space) and chain[-1] == row.digest, f"{row} names {stamp}"
         for (namespace, tokens), records in self.tree_pages().items():
             for kind, record in records.items():
-                stamp = kind, (namespace, tokens), self.spaces[namespace]
+                space = self.space_of(namespace)
+                stamp = kind, (namespace, tokens), space
                 assert self.stamps[kind, record] == stamp, f"{stamp} is {self.stamps[kind, record]}"
                 row = self.index.get((kind, record))
-                assert row is not None and row.space == self.spaces[namespace], f"{stamp} has no row"
+                assert row is not None and row.space == space, f"{stamp} has no row"
 
     def check_rebuilt(self) -> None:
         """Build all trees, and check that they have the pages that the index has with all pages above."""
         rows = {(row.space, row.kind, row.digest) for row in self.index.values() if self.is_whole(row)}
-        while self.builders:
+        while self.feeds or len(self.bound()) < len(NAMESPACES) or any(space.builder for space in self.bound()):
             self.build()
         self.check()
         expected: dict[Place, set[Kind]] = {}
         for (kind, record), row in self.index.items():
             _, place, space = self.stamps[kind, record]
-            if self.spaces.get(place[0]) == space and row.space == space:
+            if self.space_of(place[0]) == space == row.space:
                 chain = self.chain(*place)
                 if all((space, "full", digest) in rows for digest in chain):
                     expected.setdefault(place, set()).add(kind)
@@ -400,6 +415,10 @@ class DiskTraffic:
         for keeper in self.keepers.values():
             assert not keeper.num_unread
         assert found == expected
+
+    def bound(self) -> list[DiskSpace]:
+        """The current spaces."""
+        return [space for name in NAMESPACES if (space := self.spaces.current(name)) is not None]
 
     def is_whole(self, row: IndexRow) -> bool:
         """Whether a row has the tokens of its page."""

@@ -26,7 +26,8 @@ from raydix.actors.tiers.disk_index import (
     log_bytes,
 )
 from raydix.actors.tiers.file_calls import FileCalls
-from raydix.cache_core.tiers.index_row import IndexRow, RowPlace
+from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
+from raydix.cache_core.tiers.page_records import KINDS
 from raydix.schemas import CacheUnavailable
 
 PAGE = 4
@@ -96,6 +97,22 @@ def test_rows_are_read_by_depth_in_slices_of_any_size(opened: Callable[..., Disk
         assert index.num_rows(space) == len(expected)
     index = opened()
     assert rows_of(index, one.number) == in_order([row for row in rows if row.space == one.number])
+
+
+def test_records_are_read_without_their_pages(opened: Callable[..., DiskIndex]) -> None:
+    index, rng = opened(), Random(11)
+    space, other = a_space(index).number, a_space(index).number
+    rows = [a_row(rng, space, record, kind=rng.choice(KINDS)) for record in rng.sample(range(1, 99), 40)]
+    index.commit([*rows, a_row(rng, other, 99)])
+    expected = [(row.place.kind, row.record) for row in in_order(rows)]
+
+    for limit in (1, 9, 40, 1000):
+        found: list[tuple[int, int]] = []
+        place: RowPlace | None = FIRST
+        while place is not None:
+            kinds, records, place = index.records(space, place, limit)
+            found += zip(kinds.tolist(), records.tolist(), strict=True)
+        assert found == expected
 
 
 def test_parents_tokens_and_planes_may_be_there_or_not(opened: Callable[..., DiskIndex]) -> None:
@@ -522,6 +539,7 @@ def test_a_damaged_index_is_found_or_its_rows_are_as_they_were(tmp_path: Path, s
         index = DiskIndex(str(tmp_path), LAYOUT)
         found = rows_of(index, space, 40)
         index.num_rows(space)
+        index.records(space)
         index.commit(batch(space, 31), [("full", 3)])
         index.clean()
         index.close()
