@@ -87,7 +87,7 @@ def test_a_call_with_more_pages_than_a_filter_takes_fills_no_filter_twice() -> N
     assert uses.count(hashes(20_000, seed=1)).mean() < 0.01
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_unknown_pages_are_taken_for_known_as_rarely_as_theory_says(seed: int) -> None:
     uses = SecondUse(30_000)
     uses.count(hashes(uses.filter_pages - 1, seed))  # one filter, nearly full
@@ -95,7 +95,7 @@ def test_unknown_pages_are_taken_for_known_as_rarely_as_theory_says(seed: int) -
     assert uses.count(hashes(100, seed)).all()
     filled = 1 - exp(-NUM_PROBES / BITS_PER_PAGE)
     expected = filled**NUM_PROBES
-    asked = 400_000
+    asked = 200_000
     found = np.count_nonzero(uses.count(hashes(asked, seed + 100)))  # all are compared with the filter before the call
 
     assert expected < 0.0011
