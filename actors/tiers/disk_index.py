@@ -45,7 +45,7 @@ _CHECKPOINT_PAGES = 1000
 _ORPHANS = 512  # rows of deleted spaces that one call of `clean` deletes
 
 _SCHEMA = """
-CREATE TABLE layout (digest TEXT NOT NULL, page_size INTEGER NOT NULL, description TEXT NOT NULL) STRICT;
+CREATE TABLE layout (digest TEXT NOT NULL, page_size INTEGER NOT NULL, description TEXT NOT NULL);
 CREATE TABLE spaces (
     number INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again
     namespace BLOB,  -- NULL: the default namespace
@@ -54,7 +54,7 @@ CREATE TABLE spaces (
     label TEXT NOT NULL,
     arity INTEGER NOT NULL,
     created REAL NOT NULL
-) STRICT;
+);
 CREATE TABLE rows (
     kind INTEGER NOT NULL,
     record INTEGER NOT NULL,
@@ -66,7 +66,7 @@ CREATE TABLE rows (
     tokens BLOB,
     planes INTEGER NOT NULL,
     PRIMARY KEY (kind, record)
-) STRICT, WITHOUT ROWID;
+) WITHOUT ROWID;
 CREATE INDEX by_depth ON rows (space, depth, kind, record);
 """
 

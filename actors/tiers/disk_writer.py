@@ -122,6 +122,7 @@ class DiskWriter:
         self._cap, self._clock = WriteCap(write_mib_s), clock
         self._free = deque(aligned_bytes(buffer_bytes) for _ in range(2))
         self._writes: set[Write] = set()
+        self._is_closed = False
         self._threads = _Threads(PageRecords(pool), asyncio.get_running_loop())
         names = ("raydix-disk-copier", "raydix-disk-writer")
         targets: tuple[Callable[[], None], ...] = (
@@ -138,7 +139,7 @@ class DiskWriter:
     @property
     def may_write(self) -> bool:
         """Whether a write may begin now: a buffer is free, and the limit allows it."""
-        return bool(self._free) and self._cap.wait_s(self._clock()) <= 0
+        return bool(self._free) and not self._is_closed and self._cap.wait_s(self._clock()) <= 0
 
     def write(
         self,
@@ -180,10 +181,10 @@ class DiskWriter:
         write.is_cancelled = True
 
     def submit(self, task: Callable[[DiskStore], Any], done: Callable[[Done], object]) -> None:
-        """Do work on the store in the writer's thread, behind all work before and the writes that are copied.
-
-        Work that comes after `close` is not done.
-        """
+        """Do work on the store in the writer's thread, behind all work before and the writes that are copied."""
+        if self._is_closed:
+            asyncio.get_running_loop().call_soon(done, Done(None, DiskError("the disk is closed")))
+            return
         self._threads.to_write.put(_Work(task, done))
 
     def close(self) -> None:
@@ -191,6 +192,7 @@ class DiskWriter:
 
         The callbacks are scheduled on the event loop, so they run after this call.
         """
+        self._is_closed = True
         for write in self._writes:
             write.is_cancelled = True
         self._threads.stop()

@@ -420,6 +420,9 @@ async def test_close_ends_writes_and_does_the_work_before(pool: Pool, tmp_path: 
         disk.writer.close()
         assert (await written).error is None
         await deleted
+        assert not disk.writer.may_write
+        with pytest.raises(DiskError, match="the disk is closed"):
+            await disk.space()
     store = store_of(pool, tmp_path)
     assert store.index.spaces() == []
     store.close()

@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Iterator[int]:
 
 def opened(folder: int, number: int = NUMBER, record_bytes: int = RECORD_BYTES, **options: Any) -> RecordFile:
     """A file that is closed with the process."""
-    if "direct_io" not in options and not can_reserve(folder):
+    if options.get("direct_io") != "off" and not can_reserve(folder):
         pytest.skip("the file system of the temporary folder cannot reserve room")
     return RecordFile(folder, "pages.bin", record_bytes, number, **options)
 
