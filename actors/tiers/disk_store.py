@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
@@ -70,6 +71,7 @@ class DiskStore:
         numbers = [number for number, _ in sizes.values()]
         room = index_bytes(layout.num_slots // layout.page_size, layout.page_size, sum(numbers[1:]))
         self.was_damaged = False
+        self._damaged: deque[tuple[Kind, int]] = deque()
         with ExitStack() as opened:
             self.folder = DiskFolder(path, cache, index_layout.digest, direct_io=direct_io, calls=calls)
             opened.callback(self.folder.close)
@@ -122,4 +124,10 @@ class DiskStore:
         records = rows[:, : file.record_bytes]
         right = are_right(records, self._digests[kind][numbers], self._sums[kind][numbers], kind)
         if not right.all():
-            raise RecordDamaged(kind, tuple(numbers[~right].tolist()))
+            damaged = tuple(numbers[~right].tolist())
+            self._damaged.extend((kind, number) for number in damaged)
+            raise RecordDamaged(kind, damaged)
+
+    def take_damaged(self) -> list[tuple[Kind, int]]:
+        """Return the damaged records that `read` has found since the last call; any thread may ask."""
+        return [self._damaged.popleft() for _ in range(len(self._damaged))]
