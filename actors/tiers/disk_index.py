@@ -296,7 +296,7 @@ class DiskIndex:
     def records(
         self, space: int, after: RowPlace = FIRST, limit: int = 16384
     ) -> tuple[Numbers, Numbers, RowPlace | None]:
-        """Read the records of a space's rows by depth, without their pages, which takes a tenth of the time of `rows`.
+        """Read the records of a space's rows by depth, without their pages, in a tenth of the time of `rows`.
 
         Returns:
             The kinds of the records, by their places in `KINDS`; their numbers; and the place from which to go on.
