@@ -18,7 +18,7 @@ How a request runs: one `acquire` of a cached prompt over the Unix socket, from 
             actors/service/cache_service.py         `execute`: finds the session once, dispatches each request in order
             actors/sessions/session_table.py        moves the session's deadline
             actors/metrics/distribution.py                  counts the size of the batch
-            actors/sessions/admission.py            `acquire`: now, after the queued requests, or not at all
+            actors/sessions/admission.py            `acquire`: now, after a wait, or not at all
     core    cache_core/tree/radix_key.py            the token ids as the tree's key, without a copy
             cache_core/leases/leased_cache.py       `acquire`: checks the arguments, counts the hit
             cache_core/leases/lease_table.py        returns the open lease if the request is a retry
@@ -382,7 +382,8 @@ class CacheService:
         responses = tuple([dispatch(session.session_id, request) for request in requests])
         if self.wait_queue.waiting:
             self._serve_queue()
-        self.feeds.note_load()
+        if self.config.events:
+            self.feeds.note_load()
         num_acquires = admission.num_acquires - num_acquires
         num_locks, num_inserts = admission.num_locks - num_locks, handlers.num_inserts - num_inserts
         if num_acquires or num_locks or num_inserts:

@@ -41,6 +41,7 @@ class PoolGauge:
         # Both marks as free slots: below the floor the task wakes, at the goal it sleeps again.
         enabled = config.high_watermark < 1.0
         self.pressure_floor = num_slots - int(config.high_watermark * num_slots) if enabled else 0
+        self.least_free = self.pressure_floor // 2  # with fewer, requests would evict by themselves soon
         self.goal = num_slots - int(config.low_watermark * num_slots)
         self.free_slots = free_slots
         self.evict = evict
@@ -49,10 +50,6 @@ class PoolGauge:
     def is_pressed(self) -> bool:
         """Return whether fewer slots are free than the floor."""
         return self.free_slots() < self.pressure_floor
-
-    def is_critical(self) -> bool:
-        """Return whether fewer slots are free than half of the floor: requests would evict by themselves soon."""
-        return self.free_slots() < self.pressure_floor // 2
 
 
 class Steps:
@@ -211,17 +208,23 @@ class EvictionTask:
         self._is_evicting = self._is_evicting or any(gauge.is_pressed() for gauge in self._gauges)
         if not self._is_evicting:
             return progress is not Progress.MORE
-        if progress is not Progress.AHEAD and not any(gauge.is_critical() for gauge in self._gauges):
-            return progress is Progress.WORKING  # the end of a write wakes the task
-        done = self._relieve_all()
-        self._is_evicting = not done
-        return done
+        if progress is Progress.AHEAD:
+            done = self._relieve_all()
+            self._is_evicting = not done
+            return done
+        # KV that is not written yet is evicted only so far that requests find some room.
+        done = self._relieve_all(is_ahead=False)
+        return done and progress is Progress.WORKING  # the end of a write wakes the task
 
-    def _relieve_all(self) -> bool:
-        """Evict from all pools for as long as the slice lasts; return whether their goals are met."""
+    def _relieve_all(self, *, is_ahead: bool = True) -> bool:
+        """Evict from all pools for as long as the slice lasts; return whether their goals are met.
+
+        Args:
+            is_ahead: False: the KV to evict is not written yet, so the least number of free slots is the goal.
+        """
         is_done = True
         for gauge in self._gauges:
-            is_done = self._relieve(gauge) and is_done
+            is_done = self._relieve(gauge, gauge.goal if is_ahead else gauge.least_free) and is_done
         return is_done
 
     def _reclaim_retired(self) -> bool:
@@ -232,13 +235,13 @@ class EvictionTask:
                 return False
         return True
 
-    def _relieve(self, gauge: PoolGauge) -> bool:
+    def _relieve(self, gauge: PoolGauge, goal: int) -> bool:
         """Evict from one pool for as long as the slice lasts; return whether the goal is met."""
-        done = gauge.free_slots() >= gauge.goal
+        done = gauge.free_slots() >= goal
         while not done:
-            evicted = gauge.evict(min(gauge.goal - gauge.free_slots(), self._steps.num_tokens))
+            evicted = gauge.evict(min(goal - gauge.free_slots(), self._steps.num_tokens))
             self._evicted[gauge.pool] += evicted
-            done = evicted == 0 or gauge.free_slots() >= gauge.goal
+            done = evicted == 0 or gauge.free_slots() >= goal
             if self._steps.done():
                 break
         return done

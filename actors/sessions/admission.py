@@ -106,8 +106,8 @@ class Admission:
         Raises:
             PoolExhausted, CacheBusy, ConfigMismatch, CoreError: the request is refused.
         """
-        if (waiter := self._wait_queue.find(session_id, request.lease_id)) is not None:
-            return self._ticket(waiter)  # it is a retry
+        if (ticket := self._ticket_of(session_id, request.lease_id)) is not None:
+            return ticket
         key = key_of(request.tokens, request.namespace)
         asked = _Asked(session_id, request, key, len(key) + request.new_tokens)
         self.num_acquires += 1
@@ -134,8 +134,8 @@ class Admission:
         Raises:
             CacheBusy, OutOfSlotsError, ConfigMismatch, CoreError: the request is refused.
         """
-        if (waiter := self._wait_queue.find(session_id, request.lease_id)) is not None:
-            return self._ticket(waiter)
+        if (ticket := self._ticket_of(session_id, request.lease_id)) is not None:
+            return ticket
         self.num_locks += 1
         self._check_binding(session_id, request)
         key = key_of(request.tokens, request.namespace)
@@ -294,6 +294,14 @@ class Admission:
         position = Position(self._core.tenant_of(key.extra_key), grows, is_within_floor, num_new)
         latency = queue.lock_latency if type(request) is LockRequest else queue.acquire_latency
         return queue.give_ticket(asked.session_id, request.lease_id, position, None if grows else latency)
+
+    def _ticket_of(self, session_id: str, lease_id: str) -> WaitingResponse | None:
+        """Return the ticket of the waiting request of which this is a retry; None: it is new."""
+        queue = self._wait_queue
+        if self._tiers is None and not queue.waiting:
+            return None
+        waiter = queue.find(session_id, lease_id)
+        return None if waiter is None else self._ticket(waiter)
 
     def _ticket(self, waiter: Waiter) -> WaitingResponse:
         """Return the response with a ticket."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
@@ -25,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_BATCHES = 2  # batches of writes in flight: one is copied while the next is planned
 _PREFETCH_SHARE = 0.25  # share of the pool that prefetches in flight may take
+
+
+_NOT_HELD = nullcontext()
 
 
 class Progress(Enum):
@@ -233,7 +235,7 @@ class TierManager:
 
     def holding(self, key: RadixKey, limit: int | None) -> AbstractContextManager[None]:
         """Lock the tier's prefix of a key while a lease is opened, as `Moves.holding` says."""
-        return self.moves.holding(key, limit) if self.is_instant else nullcontext()
+        return self.moves.holding(key, limit) if self.is_instant else _NOT_HELD
 
     def has_more(self, key: RadixKey) -> bool:
         """Return whether the tier has a longer prefix of a request's key than the pool."""
@@ -255,11 +257,13 @@ class TierManager:
         if not self._is_ready():
             return None
         wanted = len(lease.key) if limit is None else min(limit, len(lease.key))
-        in_time = self._in_time(lease.prefix_len, timeout_s)
+        in_time = wanted if self._load_bytes_per_s is None else self._in_time(lease.prefix_len, timeout_s)
         move = self.moves.plan_load(lease, min(wanted, in_time))
-        if move is None and in_time < wanted and not self._loads:
+        if move is not None:
+            return move if self._begin_load(move, timeout_s) else None
+        if in_time < wanted and not self._loads:
             self._load_bytes_per_s = None  # A rate that allows no load would never be measured again.
-        return move if move is not None and self._begin_load(move, timeout_s) else None
+        return None
 
     def when_loaded(self, move: Move, on_end: Callable[[Finished], object]) -> None:
         """Call `on_end` on the loop when the load of a lease has ended."""
@@ -267,8 +271,7 @@ class TierManager:
 
     def _in_time(self, prefix_len: int, timeout_s: float) -> int:
         """Return how long a prefix may be so that its load ends in time, at the rate of recent loads."""
-        if self._load_bytes_per_s is None or self.copier is None:
-            return sys.maxsize
+        assert self._load_bytes_per_s is not None and self.copier is not None
         queued = self.copier.queued_bytes(loads=True) if self._loads else 0
         num_bytes = max(0.0, timeout_s * self._load_bytes_per_s - queued)
         page = self.moves.upper.cache.page_size

@@ -104,6 +104,7 @@ class Moves:
         self.batch_pages = max(1, min(most, BATCH_BYTES // bytes_per_page) if bytes_per_page else most)
         self._page_size = cache.page_size
         self._in_flight: dict[Move, None] = {}
+        self._num_loads = 0  # loads in flight
         self._reading: set[int] = set()  # first slots of the upper tier's pages that writes read
         # The walk of the present round, the tokens that it has passed, and the nodes to look at again.
         self._walk: VictimWalk | None = None
@@ -351,6 +352,7 @@ class Moves:
         starts = source.starts[pages].copy(), target.starts[pages].copy()
         move = Move(is_load, *ends, source, target, key, first, *starts, live_from, windows[0], windows[1], state)
         self._in_flight[move] = None
+        self._num_loads += is_load
         return move
 
     def plan_write(self, node: TreeNode, num_pages: int) -> Move | None:
@@ -433,9 +435,9 @@ class Moves:
         Args:
             limit: the request reuses at most so many tokens.
         """
-        loads = [move for move in self._in_flight if move.is_load and not move.is_retired]
-        if not loads:
+        if not self._num_loads:
             return None
+        loads = [move for move in self._in_flight if move.is_load and not move.is_retired]
         cache = self.upper.cache
         tree_key = cache.tree_key(key)
         wanted = cache.radix.cached_lens(tree_key)[0] + self._page_size
@@ -479,7 +481,8 @@ class Moves:
         if lease.retired or self.running_load(lease.key, limit) is not None:
             return None
         key = upper.tree_key(lease.key)
-        stop = lower.radix.cached_lens(key[:limit])[0]
+        prefix = key if limit is None or limit >= len(key) else key[:limit]
+        stop = lower.radix.cached_lens(prefix)[0]
         if stop <= lease.prefix_len:
             return None
         upper.begin_fill(lease, stop)
@@ -563,6 +566,7 @@ class Moves:
         """
         assert move in self._in_flight, "the move has ended"
         del self._in_flight[move]
+        self._num_loads -= move.is_load
         is_whole = (is_whole is not False) and num_pages >= move.num_pages
         num_pages = min(num_pages, move.num_pages)
         if move.is_indivisible and not is_whole:
@@ -641,6 +645,7 @@ class Moves:
             is_same = move.is_load == other.is_load and at < stop
             shared = at + self._page_size
             assert not is_same or move.key[:shared] != other.key[:shared], f"rule 3: both moves copy token {at}"
+        assert self._num_loads == sum(move.is_load for move in moves), "loads in flight are counted"
         for move in moves:
             self._check_ends(move)
         loaded, reused = self.counts.loaded, self.upper.cache.counters

@@ -184,7 +184,15 @@ def test_start_prints_how_to_connect_and_it_works(namespace: str) -> None:
 
 @pytest.mark.parametrize(("device", "options"), [("cpu", "(scheduling"), ("cuda", "(num_gpus=0.9, scheduling")])
 def test_start_prints_that_a_worker_beside_a_gpu_pool_takes_its_share(device: str, options: str) -> None:
-    facts = {"name": "kv-0", "device": device, "node_id": "n", "num_slots": 64, "num_bytes": 64, "reused": False}
+    facts = {
+        "name": "kv-0",
+        "device": device,
+        "node_id": "n",
+        "num_slots": 64,
+        "num_bytes": 64,
+        "reused": False,
+        "host": None,
+    }
     facts["findings"] = ["too little memory"]
     console = Console(record=True, width=200, file=io.StringIO())
 
