@@ -252,6 +252,7 @@ class EvictionTask:
             self._wake.clear()
             try:
                 await self.run_round()
+                await asyncio.sleep(0)  # other work comes in between, though the round may have woken the task
             except Exception as error:  # the task must outlive a failing round
                 self._failures += 1
                 self._last_error = f"{type(error).__name__}: {error}"

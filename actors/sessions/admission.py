@@ -231,6 +231,8 @@ class Admission:
     def _begin_and_load(self, asked: _Asked, waiter: Waiter | None, timeout_s: float) -> Message | None:
         tiers = self._tiers
         assert tiers is not None
+        if type(asked.request) is LockRequest:
+            tiers.check_room(asked.key)  # in vain, it would be granted and taken back at each look at the queue
         with tiers.holding(asked.key, asked.limit):
             lease = self._begin(asked)
             try:

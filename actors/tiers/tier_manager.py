@@ -241,6 +241,12 @@ class TierManager:
         """Return whether the tier has a longer prefix of a request's key than the pool."""
         return self.longest_prefix(key) > self.moves.upper.longest_prefix(key)
 
+    def check_room(self, key: RadixKey) -> None:
+        """Raise OutOfSlotsError if a lease that only locks would find no room for its load."""
+        upper = self.moves.upper
+        missing = self.longest_prefix(key) - upper.longest_prefix(key)
+        upper.cache.pools.check_pages(missing // upper.cache.page_size, upper.cache.tenants.of(key.extra_key))
+
     def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float) -> Move | None:
         """Begin to load the part of a new lease's prompt that the tier has and the pool lacks.
 

@@ -388,11 +388,12 @@ class KVCache(LeasedCache):
             self.tree.name_end(lease.node, first * page)
         return num_new
 
-    def end_quietly(self, lease: LeaseRecord, is_use: bool = False) -> None:
+    def end_quietly(self, lease: LeaseRecord, is_use: bool = False, notify: bool = True) -> None:
         """End a lease of a move: free its private slots, and keep its published pages.
 
         Args:
             is_use: the window KV at its end was in use until now.
+            notify: call `on_pressure` if slots are short.
         """
         self.leases.drop(lease)
         try:
@@ -403,7 +404,8 @@ class KVCache(LeasedCache):
                 self._reclaim_some()
         finally:  # the pool may raise while retired pages are freed
             self._free_private(lease)
-        self._notify_pressure()
+        if notify:
+            self._notify_pressure()
 
     def begin_fill(self, lease: LeaseRecord, num_tokens: int) -> None:
         """Keep an open lease from its session while a load fills its pages up to a token.
@@ -444,16 +446,19 @@ class KVCache(LeasedCache):
         self._trim(lease)
         self.leases.end_fill(lease)
 
-    def take_back_fill(self, lease: LeaseRecord) -> None:
+    def take_back_fill(self, lease: LeaseRecord, notify: bool = True) -> None:
         """End a lease that is not handed out. Its session may open another one of the same id.
 
         Its request was not counted, unless the session has ended the lease.
+
+        Args:
+            notify: as in `end_quietly`.
         """
         if lease.filling_for:
             self.count_request(lease, -1)
             for observer in self.observers:
                 observer.ended(lease)
-        self.end_quietly(lease)
+        self.end_quietly(lease, notify=notify)
 
     def _trim(self, lease: LeaseRecord) -> None:
         """Free the private pages of a lease that only locks."""

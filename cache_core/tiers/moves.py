@@ -501,10 +501,13 @@ class Moves:
         return move
 
     def give_back(self, lease: LeaseRecord) -> None:
-        """End a new lease for which `plan_load` found no room. Its session may open another one of the same id."""
+        """End a new lease for which `plan_load` found no room. Its session may open another one of the same id.
+
+        Nothing has changed, so pressure is not notified: who evicts on it would try the request again and again.
+        """
         upper = self.upper.cache
         upper.leases.begin_fill(lease)
-        upper.take_back_fill(lease)
+        upper.take_back_fill(lease, notify=False)
 
     def plan_prefetch(self, key: RadixKey, limit: int | None = None) -> Move | None:
         """Begin to load the prefix of a key for no lease; None if there is nothing to load, or no room.
