@@ -87,13 +87,17 @@ def tiered_config(
 class TieredService:
     """The service, its pool of stamps, and its copier. Make it, and use it, on a running loop.
 
+    Args:
+        config: of the cache; `tiered_config` has the pools.
+        has_thread: copies run in a thread, as they do for users; False: they end when the test says so.
+
     Attributes:
         clock: of the service; timers go by the loop's.
         service: the service, with the open session "s".
         full, windows, states: the stamps in the pool, by slot, window slot and state slot.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, has_thread: bool = False) -> None:
         self.clock = Clock()
         self.pool = RecordPool(records_of(config))
         self.service = CacheService(config, "e", self.pool, clock=self.clock)
@@ -102,7 +106,8 @@ class TieredService:
         self.full, self.windows, self.states = (
             part.view(-1).numpy().view(np.int64) for part in (self.pool.pages, self.pool.windows, self.pool.states)
         )
-        self.tiers.make_copier = self._make_copier  # type: ignore[method-assign, assignment]
+        if not has_thread:
+            self.tiers.make_copier = self._make_copier  # type: ignore[method-assign, assignment]
         self._copier: FaultyCopier | None = None
         self._num_leases = 0
         wait_until(lambda: self.tiers.state == READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,14 @@ from support.tiers.tiered_service import TieredService, tiered_config
 
 from raydix.actors.tiers.copier import CopyCounts, End
 from raydix.actors.tiers.tier_manager import Progress
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.schemas import (
     Ack,
+    BindModelRequest,
+    BindModelResponse,
     CloseSession,
+    ConfigMismatch,
     EvictRequest,
     EvictResponse,
     ExtendRequest,
@@ -21,16 +27,20 @@ from raydix.schemas import (
     InvalidRequest,
     LeaseResponse,
     LockRequest,
+    ModelFingerprint,
     OpenSession,
     PoolExhausted,
     PrefetchRequest,
     ResetRequest,
+    SetWeightsRequest,
     TokenIds,
     UnknownLease,
     WaitingResponse,
+    WeightsResponse,
     WithdrawRequest,
 )
 
+MODEL = ModelFingerprint(fields={"model": "toy"}, weights="1")
 A, B, C = tuple(range(1, 9)), tuple(range(11, 19)), tuple(range(21, 29))
 
 
@@ -53,6 +63,25 @@ async def loaded(cache: TieredService, waiting: Any, tokens: tuple[int, ...], se
     assert isinstance(lease, LeaseResponse), lease
     cache.check_prefix(cache.record(lease.lease_id, session_id), tokens)
     return lease
+
+
+class Heard(RequestObserver):
+    """Notes the leases that began."""
+
+    def __init__(self) -> None:
+        self.granted_leases: list[str] = []
+
+    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+        self.granted_leases.append(lease.lease_id)
+
+
+async def wait_for(is_true: Callable[[], object]) -> None:
+    """Poll until a condition holds."""
+    for _ in range(600):
+        await asyncio.sleep(0.1)
+        if is_true():
+            return
+    raise AssertionError("waited in vain")
 
 
 # ---------------------------------------------------------------- loads
@@ -260,6 +289,46 @@ async def test_after_a_reset_in_the_middle_of_its_load_a_request_begins_again() 
     await cache.close()
 
 
+async def test_a_request_that_begins_again_is_refused_if_its_model_has_other_weights() -> None:
+    cache = scene(device_pages=20)
+    bind = BindModelRequest(fingerprint=MODEL)
+    assert isinstance(cache.ask(bind), BindModelResponse)
+    cache.put_below(A)
+    waiting = cache.acquire(A)
+
+    assert isinstance(cache.ask(SetWeightsRequest(label="step 1")), WeightsResponse)
+    cache.copier.finish(cache.loads[0])
+
+    assert isinstance(await cache.outcome(waiting), ConfigMismatch)
+    assert not len(cache.service.core.leases)
+    await cache.close()
+
+
+async def test_a_lock_that_waited_in_vain_is_refused_if_its_model_has_other_weights() -> None:
+    cache = scene()
+    cache.ask(BindModelRequest(fingerprint=MODEL))
+    cache.put_below(A)
+    cache.acquire(B + C[:1])
+    waiting = lock(cache, A, timeout_s=0.001)
+
+    cache.ask(SetWeightsRequest(label="step 1"))
+    await asyncio.sleep(0.01)
+    await cache.turn()
+
+    assert isinstance(await cache.outcome(waiting), ConfigMismatch)
+    await cache.close()
+
+
+async def test_a_retry_of_an_open_lease_does_not_wait_for_room() -> None:
+    cache = scene()
+    lease = cache.acquire(A, "l")
+    cache.acquire((*B, 30), timeout_s=60)
+
+    assert cache.acquire(A, "l") == lease
+    assert cache.acquire(A, "l", timeout_s=60) == lease
+    await cache.close()
+
+
 # ---------------------------------------------------------------- a lock
 
 
@@ -300,6 +369,23 @@ async def test_a_queued_lock_loads_once_there_is_room() -> None:
     assert len(cache.loads) == 1 and not cache.is_settled(waiting)
     cache.copier.finish(cache.loads[0])
     assert (await loaded(cache, waiting, A)).prefix_len == 8
+    await cache.close()
+
+
+async def test_a_queued_lock_without_room_is_not_tried_again_and_again() -> None:
+    cache = scene(eviction={"high_watermark": 0.5, "low_watermark": 0.2})
+    cache.put_below(A)
+    cache.acquire((*B, *C[:7]))
+    heard = Heard()
+    cache.service.core.observers.append(heard)
+
+    waiting = lock(cache, A, timeout_s=60.0)
+    cache.service.eviction_task.wake()
+    await cache.turn(20)
+
+    assert not cache.is_settled(waiting)
+    assert cache.service.stats().eviction_task.rounds < 5
+    assert not heard.granted_leases, "it would be recorded as a request each time"
     await cache.close()
 
 
@@ -497,6 +583,26 @@ async def test_what_the_task_evicts_has_been_written() -> None:
 
     assert cache.service.core.free_slots == 16
     assert cache.tiers.moves.counts.dropped == 0
+    await cache.close()
+
+
+async def test_an_idle_pool_has_its_coldest_part_on_the_host_and_the_task_sleeps() -> None:
+    """64 conversations, each a chain of one-page nodes, fill 0.9 of the pool: a tenth is free."""
+    cache = TieredService(tiered_config(device_pages=640, host_pages=640, eviction={"high_watermark": 0.95}), True)
+    tiers, stats = cache.tiers, cache.service.stats
+    for turn in range(1, 10):
+        for number in range(64):
+            cache.publish([1000 * number + token for token in range(turn)])
+    assert cache.service.core.free_slots == 64
+
+    await wait_for(lambda: tiers.moves.lower.cache.total_size() >= 64)
+    rounds = [0]
+    await wait_for(lambda: rounds.append(stats().eviction_task.rounds) or rounds[-2] == rounds[-1])
+
+    tiers.check_invariants()
+    assert stats().tokens_evicted == 0, "it writes without an eviction"
+    cache.service.core.evict(64)
+    assert tiers.moves.counts.dropped == 0, "the coldest tenth was on the host"
     await cache.close()
 
 

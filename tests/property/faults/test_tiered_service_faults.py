@@ -1,0 +1,212 @@
+"""Proof that random requests to a service with a host tier find faults: each promise is broken once, and found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.faults.faults import Catalogue, Fault, Patch, around
+from support.tiers.tiered_service import TieredService, tiered_config
+from support.traffic.radix import TrafficFailed
+from support.traffic.tiered_service import Shape, run_traffic
+
+from raydix.actors.sessions.admission import Admission
+from raydix.actors.sessions.wait_queue import Waiter, WaitQueue
+from raydix.actors.tiers.copier import Copied
+from raydix.actors.tiers.tier_manager import TierManager
+from raydix.cache_core import RadixKey
+from raydix.cache_core.leases.kv_cache import KVCache
+from raydix.cache_core.leases.leased_cache import LeasedCache
+from raydix.cache_core.tiers.moves import Moves
+
+SHAPES = [Shape(1, 16, 24), Shape(2, 16, 24, window=3), Shape(1, 16, 24, num_states=10)]
+SEEDS = range(8)  # the first ones find most faults
+NUM_OPERATIONS = 500
+
+FAULTS = Catalogue()
+fault, late_fault = FAULTS.register, FAULTS.register_late
+
+
+# ---------------------------------------------------------------- copies
+
+
+@fault
+def pages_are_published_before_their_copy_has_ended(patch: Patch) -> None:
+    around(patch, Moves, "finish", lambda finish, self, move, num_pages, is_whole=None: finish(self, move, 10**6))
+
+
+@fault
+def slots_are_freed_under_the_copy(patch: Patch) -> None:
+    def abandon(original: Any, self: LeasedCache, lease_id: str, session_id: str) -> bool:
+        leases = self.leases.filling_for(session_id)
+        found: bool = original(self, lease_id, session_id)
+        for lease in leases:
+            if lease.lease_id == lease_id:
+                self._free_private(lease)
+        return found
+
+    around(patch, LeasedCache, "_abandon", abandon)
+
+
+@late_fault
+def a_write_ends_while_one_of_its_pages_is_copied(patch: Patch) -> None:
+    def cancel_writes(self: TierManager) -> bool:
+        assert self.copier is not None
+        for batch, copy in list(self._writes.items()):
+            self.copier.cancel(copy)
+            self._finish_write(batch, copy.result or Copied(copy.num_pages + 1, "cancelled"))
+        return True
+
+    patch.setattr(TierManager, "cancel_writes", cancel_writes)
+
+
+@fault
+def the_lock_at_the_source_is_forgotten(patch: Patch) -> None:
+    def lock_node(original: Any, self: KVCache, node: Any, path: Any) -> Any:
+        lease = original(self, node, path)
+        self.tree.dec_lock_ref(node, lease.receipt)
+        return lease
+
+    around(patch, KVCache, "lock_node", lock_node)
+
+
+# ---------------------------------------------------------------- retirements
+
+
+@fault
+def the_lower_tier_is_not_retired(patch: Patch) -> None:
+    def init(original: Any, self: Moves, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.upper.cache.below = None
+
+    around(patch, Moves, "__init__", init)
+
+
+@fault
+def a_lease_is_handed_out_after_other_weights_in_the_middle_of_its_load(patch: Patch) -> None:
+    def finish(original: Any, self: Moves, move: Any, num_pages: int, is_whole: bool | None = None) -> Any:
+        move.source.retired = move.target.retired = False
+        return original(self, move, num_pages, is_whole)
+
+    around(patch, Moves, "finish", finish)
+
+
+@late_fault
+def a_request_does_not_begin_again_after_other_weights(patch: Patch) -> None:
+    def finish(original: Any, self: Moves, move: Any, num_pages: int, is_whole: bool | None = None) -> Any:
+        return original(self, move, num_pages, is_whole)._replace(must_restart=False)
+
+    around(patch, Moves, "finish", finish)
+
+
+# ---------------------------------------------------------------- tickets
+
+
+@fault
+def a_waiter_behind_a_load_takes_slots(patch: Patch) -> None:
+    def wait_behind(original: Any, self: Admission, asked: Any, *arguments: Any) -> Any:
+        self._begin(asked)
+        return original(self, asked, *arguments)
+
+    around(patch, Admission, "_wait_behind", wait_behind)
+
+
+@fault
+def waiters_are_not_told_of_the_end_of_a_load(patch: Patch) -> None:
+    patch.setattr(TierManager, "wait_for", lambda self, move, resume: None)
+
+
+@late_fault
+def the_lease_of_a_ticket_that_was_given_up_stays(patch: Patch) -> None:
+    def end_load(original: Any, self: Admission, asked: Any, waiter: Waiter, finished: Any) -> None:
+        if not waiter.outcome.done():
+            original(self, asked, waiter, finished)
+
+    around(patch, Admission, "_end_load", end_load)
+
+
+@fault
+def those_that_wait_for_writes_are_not_told_of_their_end(patch: Patch) -> None:
+    patch.setattr(TierManager, "after_writes", lambda self, resume: None)
+
+
+@late_fault
+def a_retry_in_the_middle_of_a_load_has_no_ticket(patch: Patch) -> None:
+    def find(original: Any, self: WaitQueue, session_id: str, lease_id: str) -> Waiter | None:
+        waiter: Waiter | None = original(self, session_id, lease_id)
+        return waiter if waiter is None or waiter.is_queued else None
+
+    around(patch, WaitQueue, "find", find)
+
+
+# ---------------------------------------------------------------- counts
+
+
+@fault
+def a_loaded_token_is_counted_twice(patch: Patch) -> None:
+    def hand_out(original: Any, self: KVCache, lease: Any, prefix_len: int) -> None:
+        self.counters.tokens_reused += prefix_len - lease.prefix_len
+        original(self, lease, prefix_len)
+
+    around(patch, KVCache, "hand_out", hand_out)
+
+
+@pytest.mark.parametrize("plant", FAULTS.cases())
+def test_a_planted_fault_is_found(plant: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+
+    with pytest.raises(TrafficFailed):
+        for seed in SEEDS:
+            for shape in SHAPES:
+                run_traffic(shape, range(seed, seed + 1), NUM_OPERATIONS)
+
+
+# ---------------------------------------------------------------- the order of eviction
+
+
+def check_order() -> None:
+    """Evict prompt by prompt while others are written ahead: the least recently used goes first."""
+    cache = TieredService(tiered_config(host={"reserve": 0.6}))
+    used: list[int] = []
+    for number in range(40):
+        token = (number * 7) % 11 + 1
+        cache.publish([token])
+        used = [other for other in used if other != token] + [token]
+        cache.tiers.write_ahead()
+        while len(cache.writes) > 1:
+            cache.copier.finish(cache.writes[0])
+    cache.write_all()
+    before = cache.service.core.counters.acquires
+    for oldest in used:
+        cache.service.core.evict(1)
+        left = [token for token in used if cache.tiers.moves.upper.longest_prefix(RadixKey([token]))]
+        assert left == used[used.index(oldest) + 1 :]
+    assert before == 40, "writes count as requests"
+
+
+async def test_writes_ahead_leave_the_order_of_eviction_as_it_was() -> None:
+    check_order()
+
+
+def _matches(self: KVCache, lease: Any, path: Any) -> None:
+    self.tree.match_pages(path.key)
+
+
+def _counts(self: KVCache, lease: Any, path: Any) -> None:
+    self.count_request(lease, 1)
+
+
+@pytest.mark.parametrize("also", [_matches, _counts], ids=["refreshes recency", "counts as a request"])
+async def test_a_demotion_that_is_a_use_is_found(
+    also: Callable[[KVCache, Any, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock_node(original: Any, self: KVCache, node: Any, path: Any) -> Any:
+        lease = original(self, node, path)
+        also(self, lease, path)
+        return lease
+
+    around(monkeypatch, KVCache, "lock_node", lock_node)
+
+    with pytest.raises(AssertionError):
+        check_order()
