@@ -6,7 +6,6 @@ on the weights. After each operation both tiers are checked, and at the end no s
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -207,7 +206,7 @@ class ServiceTraffic:
         return frame_namespace(namespace, None, None)
 
     def prompt(self) -> tuple[tuple[int, ...], str | None]:
-        """A prompt of which the host has more, or one that goes on where an earlier one ended, or shares its beginning."""
+        """A prompt of which the host has more, or one that goes on where another ended, or shares its beginning."""
         rng, page, tiers = self.rng, self.page, self.cache.tiers
         below = [
             (tokens, namespace)
