@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from raydix.actors.service.stats import tree_response
@@ -12,7 +13,7 @@ from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.actors.tiers.tier_manager import TierManager
-from raydix.cache_core import LeasedCache
+from raydix.cache_core import LeasedCache, OutOfSlotsError
 from raydix.cache_core.outline import OutlineLimits
 from raydix.schemas import (
     AbortRequest,
@@ -159,7 +160,14 @@ class RequestHandlers:
         suffix = key_of(request.suffix, lease.key.extra_key)
         before, known_len = self._core.published_len(lease), request.known_len
         flags = request.publish_state, request.boundary_len
-        done = self._core.insert(request.lease_id, session_id, request.num_tokens, suffix, *flags)
+        insert = partial(self._core.insert, request.lease_id, session_id, request.num_tokens, suffix, *flags)
+        try:
+            done = insert()
+        except OutOfSlotsError:
+            if self._tiers is None or not self._tiers.has_writes:
+                raise
+            self._tiers.cancel_writes()  # they lock states, one of which may be evicted for the lease's
+            done = insert()
         window, after = self._admission.packed_window(lease), self._core.published_len(lease)
         changed = done.repointed
         if known_len != before:  # an answer before was lost, or is on its way

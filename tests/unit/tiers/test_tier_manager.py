@@ -24,6 +24,7 @@ from raydix.schemas import (
     ExtendRequest,
     ExtendResponse,
     InsertRequest,
+    InsertResponse,
     InvalidRequest,
     LeaseResponse,
     LockRequest,
@@ -503,6 +504,23 @@ async def test_a_growing_lease_ends_writes_too() -> None:
 
     grown = await cache.outcome(waiting)
     assert isinstance(grown, ExtendResponse) and grown.num_slots == 10
+    await cache.close()
+
+
+async def test_a_state_to_publish_ends_writes_too() -> None:
+    cache = scene(device_pages=24, num_states=3, host={"reserve": 0.9})
+    cache.tiers.moves.batch_pages = 8
+    for tokens in (A, B):
+        cache.publish(tokens)
+    lease = cache.acquire(C)
+    cache.tiers.write_ahead()
+    cache.tiers.write_ahead()
+    assert len(cache.writes) == 2 and cache.service.core.tree.mamba_evictable_size() == 0
+
+    done = cache.ask(InsertRequest(lease.lease_id, 8, TokenIds.pack([]), publish_state=True))
+
+    assert isinstance(done, InsertResponse) and done.num_inserted == 8
+    cache.copier.deliver()
     await cache.close()
 
 
