@@ -439,9 +439,9 @@ class Moves:
             return None
         loads = [move for move in self._in_flight if move.is_load and not move.is_retired]
         cache = self.upper.cache
-        tree_key = cache.tree_key(key)
+        tree_key = cache.tree_key(key)[:limit]
         wanted = cache.radix.cached_lens(tree_key)[0] + self._page_size
-        if wanted > len(tree_key[:limit]):
+        if wanted > len(tree_key):
             return None
         prefix = tree_key[:wanted]
         return next((load for load in loads if load.stop >= wanted and load.key[:wanted] == prefix), None)
@@ -528,8 +528,11 @@ class Moves:
                 return None
             node, _ = lower.radix.locate(tree_key, stop)
             live_from = lower.radix.live_from(node)
+            first = min(full, live_from)
+            if self._is_loading(tree_key[:stop], first):
+                return None  # It begins before the usable prefix, as window KV is to be loaded there.
             try:
-                target = upper.open_target(tree_key[:stop], min(full, live_from))
+                target = upper.open_target(tree_key[:stop], first)
             except OutOfSlotsError:
                 return None
             source = lower.find_source(tree_key, stop)
@@ -540,6 +543,16 @@ class Moves:
         if state is not None:
             self._add_spare(move)
         return move
+
+    def _is_loading(self, key: RadixKey, first: int) -> bool:
+        """Return whether a load in flight brings a page of a tree's key behind token `first`."""
+        for load in self._in_flight:
+            at = max(first, load.first)
+            if load.is_load and not load.is_retired and at < min(len(key), load.stop):
+                shared = at + self._page_size
+                if load.key[:shared] == key[:shared]:
+                    return True
+        return False
 
     def _add_spare(self, move: Move) -> None:
         """Take a second state slot for a load, which the tree gets; without one its state is not published."""
