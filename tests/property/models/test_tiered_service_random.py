@@ -15,15 +15,24 @@ SHAPES = [
     Shape(1, num_states=10, **SIZES),
     Shape(4, num_states=10, window=6, **SIZES),
     Shape(4, bigram=True, **SIZES),
+    Shape(1, has_tenants=True, **SIZES),
 ]
+IN_A_THREAD = [Shape(1, has_thread=True, **SIZES), Shape(2, window=3, has_thread=True, **SIZES)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_lease_reads_a_wrong_stamp_and_no_slot_is_lost(shape: Shape) -> None:
-    done = run_traffic(shape, range(2), 500)
+    done = run_traffic(shape, range(2), 450)
 
     assert done["loaded"] and done["served late"] and done["retirement"], "little has happened"
     assert done["write, whole"] and done["write, failed"] and done["load, whole"]
+
+
+@pytest.mark.parametrize("shape", IN_A_THREAD, ids=str)
+def test_a_copier_with_a_thread_does_as_well(shape: Shape) -> None:
+    done = run_traffic(shape, range(1), 300)
+
+    assert done["waits for a load"] and done["served late"]
 
 
 @pytest.mark.more

@@ -6,6 +6,7 @@ on the weights. After each operation both tiers are checked, and at the end no s
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from raydix.cache_core.tiers.move import Move
 from raydix.schemas import (
     AbortRequest,
     AcquireRequest,
+    CacheConfig,
     CacheError,
     CloseSession,
     EvictRequest,
@@ -41,6 +43,7 @@ from raydix.schemas import (
     ResetRequest,
     RetireRequest,
     SetWeightsRequest,
+    TenantConfig,
     TokenIds,
     UnknownLease,
     WaitingResponse,
@@ -54,7 +57,12 @@ NUM_SESSIONS = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the two tiers. A window or states make the kind."""
+    """The sizes of the two tiers. A window or states make the kind.
+
+    Attributes:
+        has_tenants: two tenants share the pool; routers hear of it by slim events.
+        has_thread: copies run in a thread, as they do for users.
+    """
 
     page_size: int = 1
     device_pages: int = 24
@@ -63,11 +71,34 @@ class Shape:
     num_states: int = 0
     bigram: bool = False
     policy: str = "lru"
+    has_tenants: bool = False
+    has_thread: bool = False
 
     def __str__(self) -> str:
         kind = "states" if self.num_states else "bigram" if self.bigram else "radix"
-        window = f", window of {self.window}" if self.window else ""
-        return f"{kind}, pages of {self.page_size}{window}, {self.host_pages} on the host, {self.policy}"
+        more = f", window of {self.window}" if self.window else ""
+        more += ", tenants" * self.has_tenants + ", a thread" * self.has_thread
+        return f"{kind}, pages of {self.page_size}{more}, {self.host_pages} on the host, {self.policy}"
+
+    def config(self) -> CacheConfig:
+        """The configuration of a cache of these sizes."""
+        more: dict[str, Any] = {}
+        if self.has_tenants:
+            floor, cap = (share * self.device_pages // 8 * self.page_size for share in (2, 6))
+            tenants = (TenantConfig(name="a", extra_key="a", floor_slots=floor, cap_slots=cap),)
+            more = {"tenants": tenants, "events": "slim"}
+        return tiered_config(
+            page_size=self.page_size,
+            device_pages=self.device_pages,
+            host_pages=self.host_pages,
+            window=self.window,
+            num_states=self.num_states,
+            bigram=self.bigram,
+            host={"policy": self.policy, "reserve": 0.9},
+            eviction={"high_watermark": 0.9, "low_watermark": 0.7, "policy": self.policy},
+            leases={"session_ttl_s": 1000.0},
+            **more,
+        )
 
 
 @dataclass(eq=False)
@@ -124,21 +155,8 @@ class ServiceTraffic:
 
     async def _run(self, num_operations: int) -> None:
         shape = self.shape
-        self.cache = TieredService(
-            tiered_config(
-                page_size=self.page,
-                device_pages=shape.device_pages,
-                host_pages=shape.host_pages,
-                window=shape.window,
-                num_states=shape.num_states,
-                bigram=shape.bigram,
-                host={"policy": shape.policy, "reserve": 0.9},
-                eviction={"high_watermark": 0.9, "low_watermark": 0.7, "policy": shape.policy},
-                leases={"session_ttl_s": 1000.0},
-            )
-        )
+        self.cache = TieredService(shape.config(), shape.has_thread)
         self.cache.tiers.moves.batch_pages = 3
-        self.ended = self.cache.service.core.leases.ended
         for _ in range(NUM_SESSIONS):
             self.open_session()
         operations: dict[Callable[[], Any], int] = {
@@ -156,14 +174,14 @@ class ServiceTraffic:
             self.prefetch: 3,
             self.retire: 1,
             self.end_session: 1,
-            self.copy_some: 14,
-            self.begin_a_page: 6,
-            self.finish: 26,
-            self.deliver: 6,
             self.write_ahead: 14,
             self.turn: 8,
             self.time_passes: 2,
         }
+        if shape.has_thread:
+            operations[self.let_the_thread_copy] = 26
+        else:
+            operations |= {self.copy_some: 14, self.begin_a_page: 6, self.finish: 26, self.deliver: 6}
         choices = self.rng.choices(list(operations), list(operations.values()), k=num_operations)
         for number, operation in enumerate(choices):
             try:
@@ -473,6 +491,10 @@ class ServiceTraffic:
     def deliver(self) -> None:
         self.cache.copier.deliver()
 
+    async def let_the_thread_copy(self) -> None:
+        time.sleep(0.0003)  # noqa: ASYNC251 -- the loop has no time of its own
+        await self.cache.turn(1)
+
     def write_ahead(self) -> None:
         self.cache.tiers.write_ahead()
 
@@ -551,13 +573,13 @@ class ServiceTraffic:
     async def end(self) -> None:
         """End all copies, tickets and leases; no slot is lost, and nobody waits."""
         cache = self.cache
-        for _ in range(100):
+        for _ in range(3_000 if self.shape.has_thread else 100):
             if not (self.requests or cache.tiers.moves.in_flight):
                 break
-            for copy in list(cache.copier.open):
-                if copy in cache.copier.open:
-                    cache.copier.finish(copy)
-            cache.copier.deliver()
+            if self.shape.has_thread:
+                time.sleep(0.002)  # noqa: ASYNC251 -- as above
+            else:
+                self.end_copies()
             self.loop.now += 10
             await cache.turn()
             await self.collect()
@@ -567,7 +589,16 @@ class ServiceTraffic:
                 cache.release(lease_id, request.session_id)
         assert not self.requests, f"waits for ever: {self.requests}"
         assert not len(cache.service.wait_queue) and not cache.service.wait_queue.num_loading
+        assert not len(cache.service.core.pending_pages()), "routers still expect pages"
         await cache.close()
+
+    def end_copies(self) -> None:
+        """The copier ends all copies."""
+        copier = self.cache.copier
+        for copy in list(copier.open):
+            if copy in copier.open:
+                copier.finish(copy)
+        copier.deliver()
 
 
 def run_traffic(shape: Shape, seeds: range, num_operations: int) -> Counter[str]:

@@ -653,6 +653,22 @@ async def test_a_prefetch_takes_no_room_that_others_wait_for() -> None:
     await cache.close()
 
 
+async def test_a_prefetch_of_window_kv_loads_no_page_of_another_load() -> None:
+    cache = scene(device_pages=24, window=3)
+    cache.put_below(A[:4])
+    waiting = cache.acquire(A[:2])
+    assert isinstance(waiting, WaitingResponse)
+    cache.publish(A[:3])  # the usable prefix is longer now, and window KV is missing before its end
+
+    assert prefetch(cache, A[:4]) == 0
+    cache.tiers.check_invariants()
+
+    cache.copier.finish(cache.loads[0])
+    await loaded(cache, waiting, A[:2])
+    assert prefetch(cache, A[:4]) > 0
+    await cache.close()
+
+
 async def test_a_request_waits_for_the_prefetch_of_its_pages() -> None:
     cache = scene(device_pages=32)
     cache.put_below(A)
