@@ -28,6 +28,9 @@ class PoolGauge:
         free_slots: returns the number of free slots.
         evict: frees at least so many slots, or all it may; returns the number freed.
         pool: its name, as in `OutOfSlotsError`.
+
+    Attributes:
+        is_evicting: it has been below the floor, and is not at the goal yet; used where KV is written before.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class PoolGauge:
         self.free_slots = free_slots
         self.evict = evict
         self.pool = pool
+        self.is_evicting = False
 
     def is_pressed(self) -> bool:
         """Return whether fewer slots are free than the floor."""
@@ -111,7 +115,6 @@ class EvictionTask:
         self._steps = Steps(config.slice_ms / 1000)
         self._after_slice = after_slice
         self._write_ahead = write_ahead
-        self._is_evicting = False  # whether a pool fell below its floor, and some pool is still below its goal
         self._rest: asyncio.TimerHandle | None = None
         self._rest_s = _MIN_REST_S
         self._wake = asyncio.Event()
@@ -191,7 +194,7 @@ class EvictionTask:
         started = time.thread_time()  # another program may have the core meanwhile
         done = self._reclaim_retired()
         if self._write_ahead is None:
-            done = self._relieve_all() and done
+            done = self._relieve_all(self._gauges) and done
         elif done:
             done = self._write_and_relieve(self._write_ahead)
         self._slices += 1
@@ -205,26 +208,23 @@ class EvictionTask:
         while progress is Progress.MORE and not self._steps.done():
             progress = write_ahead()
         self._rest_s = min(max(_MIN_REST_S, _REST_FACTOR * (time.monotonic() - began_at)), _MAX_REST_S)
-        self._is_evicting = self._is_evicting or any(gauge.is_pressed() for gauge in self._gauges)
-        if not self._is_evicting:
+        for gauge in self._gauges:
+            gauge.is_evicting = gauge.is_evicting or gauge.is_pressed()
+        evicting = [gauge for gauge in self._gauges if gauge.is_evicting]  # a full tier evicts nothing from the pool
+        if not evicting:
             return progress is not Progress.MORE
         if progress is Progress.AHEAD:
-            done = self._relieve_all()
-            self._is_evicting = not done
-            return done
+            return self._relieve_all(evicting)
         # KV that is not written yet is evicted only so far that requests find some room.
-        done = self._relieve_all(is_ahead=False)
+        done = all([self._relieve(gauge, gauge.least_free) for gauge in evicting])  # noqa: C419 -- each of them
         return done and progress is Progress.WORKING  # the end of a write wakes the task
 
-    def _relieve_all(self, *, is_ahead: bool = True) -> bool:
-        """Evict from all pools for as long as the slice lasts; return whether their goals are met.
-
-        Args:
-            is_ahead: False: the KV to evict is not written yet, so the least number of free slots is the goal.
-        """
+    def _relieve_all(self, gauges: Sequence[PoolGauge]) -> bool:
+        """Evict from some pools for as long as the slice lasts; return whether their goals are met."""
         is_done = True
-        for gauge in self._gauges:
-            is_done = self._relieve(gauge, gauge.goal if is_ahead else gauge.least_free) and is_done
+        for gauge in gauges:
+            gauge.is_evicting = not self._relieve(gauge, gauge.goal)
+            is_done = is_done and not gauge.is_evicting
         return is_done
 
     def _reclaim_retired(self) -> bool:

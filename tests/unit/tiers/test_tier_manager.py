@@ -161,6 +161,7 @@ async def test_a_flipped_byte_is_found_by_the_check() -> None:
 
     with pytest.raises(AssertionError, match="differs between the tiers"):
         cache.tiers.check_invariants()
+    await cache.service.close()
 
 
 async def test_a_client_that_is_gone_loses_its_lease_and_others_have_the_pages() -> None:
@@ -624,6 +625,20 @@ async def test_an_idle_pool_has_its_coldest_part_on_the_host_and_the_task_sleeps
     await cache.close()
 
 
+async def test_a_full_host_evicts_nothing_from_the_pool() -> None:
+    marks = {"high_watermark": 0.9, "low_watermark": 0.5}
+    cache = scene(device_pages=20, host_pages=20, eviction=marks, host={"high_watermark": 0.5, "low_watermark": 0.2})
+    for first in range(10, 180, 10):
+        cache.publish([first])
+    cache.write_all()
+    cache.service.eviction_task.wake()
+    await cache.turn(20)
+
+    assert cache.tiers.moves.lower.cache.free_slots == 16
+    assert cache.service.core.total_size() == 17
+    await cache.close()
+
+
 # ---------------------------------------------------------------- prefetch
 
 
@@ -745,6 +760,7 @@ async def test_close_in_the_middle_of_moves_ends_them() -> None:
 
 async def test_a_loop_that_ends_in_the_middle_of_moves_ends_them() -> None:
     cache = full_and_writing(device_pages=16)
+    await cache.service.eviction_task.stop()  # it ends with its loop, which goes on here
     cache.service.change_loop()
     assert not cache.tiers.moves.in_flight and not len(cache.service.core.leases)
 
@@ -754,6 +770,7 @@ async def test_a_loop_that_ends_in_the_middle_of_moves_ends_them() -> None:
     cache.acquire(A, "l")
     cache.acquire(A, "m")
     cache.copier.current = cache.loads[0]
+    await cache.service.eviction_task.stop()
     cache.service.change_loop()
     assert not cache.tiers.moves.in_flight and not len(cache.service.core.leases)
 
