@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -165,19 +166,27 @@ def test_a_planted_fault_is_found(plant: Fault, monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------- the order of eviction
 
 
-def check_order() -> None:
-    """Evict prompt by prompt while others are written ahead: the least recently used goes first."""
+async def check_order() -> None:
+    """Evict prompt by prompt after some were written ahead: the least recently used goes first."""
     cache = TieredService(tiered_config(host={"reserve": 0.6}))
+    try:
+        evict_in_order(cache)
+    finally:
+        await cache.service.close()
+
+
+def evict_in_order(cache: TieredService) -> None:
     used: list[int] = []
+    rng = Random(1)
     for number in range(40):
-        token = (number * 7) % 11 + 1
+        token = number + 1 if number < 12 else rng.randint(6, 9)  # the first ones become cold
         cache.publish([token])
         used = [other for other in used if other != token] + [token]
+    for _ in range(3):  # only a part of the pool is written
         cache.tiers.write_ahead()
-        while len(cache.writes) > 1:
-            cache.copier.finish(cache.writes[0])
-    for copy in cache.writes:  # only a part of the pool is written
-        cache.copier.finish(copy)
+        for copy in cache.writes:
+            cache.copier.finish(copy)
+    assert cache.tiers.moves.counts.written
     before = cache.service.core.counters.acquires
     for oldest in used:
         cache.service.core.evict(1)
@@ -187,7 +196,7 @@ def check_order() -> None:
 
 
 async def test_writes_ahead_leave_the_order_of_eviction_as_it_was() -> None:
-    check_order()
+    await check_order()
 
 
 def _matches(self: KVCache, lease: Any, path: Any) -> None:
@@ -210,4 +219,4 @@ async def test_a_demotion_that_is_a_use_is_found(
     around(monkeypatch, KVCache, "lock_node", lock_node)
 
     with pytest.raises(AssertionError):
-        check_order()
+        await check_order()
