@@ -243,21 +243,27 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    """Return the cells of a replay by their columns: all replays have a host tier, or none."""
-    tier, shares = {}, {}
+    """Return the cells of a replay by their columns: all replays have a host tier, or none.
+
+    With a host tier some columns are left out, so that a terminal of 80 columns shows all others.
+    """
+    hit_rate = {">hit rate": percent(row["hit_rate_percent"] / 100, 2)}
     if host := row.get("host"):
-        tier = {">host": f"{host['capacity']:,}", "host policy": host["policy"]}
-        shares = {
+        return {
+            ">capacity": f"{row['capacity']:,}",
+            "policy": row["policy"],
+            ">host": short_count(host["capacity"]),
+            "host policy": host["policy"],
+            **hit_rate,
             ">in cache": percent(host["device_hit_rate_percent"] / 100, 2),
             ">loaded": percent(host["loaded_percent"] / 100, 2),
+            ">evicted": short_count(row["evicted_tokens"]),
         }
     return {
         ">capacity": f"{row['capacity']:,}",
         "policy": row["policy"],
         ">page": f"{row['page_size']}",
-        **tier,
-        ">hit rate": percent(row["hit_rate_percent"] / 100, 2),
-        **shares,
+        **hit_rate,
         ">reused": short_count(row["reused_tokens"]),
         ">evicted": short_count(row["evicted_tokens"]),
         ">too large": f"{row['too_large']:,}",

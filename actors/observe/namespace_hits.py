@@ -27,7 +27,11 @@ class NamespaceUse:
 
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """Count a request with its hit, once."""
-        self._count(lease, 1)
+        if not lease.resumed:
+            counts = self._counts_of(lease.key)
+            counts[0] += 1
+            counts[1] += len(lease.key)
+            counts[2] += lease.prefix_len
 
     def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
         """Count loaded tokens as part of the hit."""
@@ -36,13 +40,6 @@ class NamespaceUse:
             counts[2] += num_tokens
             counts[4] += num_tokens
             self.tokens_loaded += num_tokens
-
-    def _count(self, lease: LeaseRecord, times: int) -> None:
-        if not lease.resumed:
-            counts = self._counts_of(lease.key)
-            counts[0] += times
-            counts[1] += times * len(lease.key)
-            counts[2] += times * lease.prefix_len
 
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Count the tokens of a refused request, which are in no hit rate."""
@@ -61,8 +58,11 @@ class NamespaceUse:
 
     def ended(self, lease: LeaseRecord) -> None:
         """Take back the count of a request that begins again: its lease was not handed out."""
-        if lease.filling_for:
-            self._count(lease, -1)
+        if lease.filling_for and not lease.resumed:
+            counts = self._counts_of(lease.key)
+            counts[0] -= 1
+            counts[1] -= len(lease.key)
+            counts[2] -= lease.prefix_len
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
         """Do nothing: earlier hits still count."""

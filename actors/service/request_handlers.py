@@ -173,7 +173,8 @@ class RequestHandlers:
         if known_len != before:  # an answer before was lost, or is on its way
             changed = lease.starts[known_len // self._core.page_size : after // self._core.page_size]
         if request.release:
-            self._wait_queue.withdraw(session_id, request.lease_id)  # it does not grow any more
+            if self._tiers is not None or self._wait_queue.waiting:
+                self._wait_queue.withdraw(session_id, request.lease_id)  # it does not grow any more
             self._core.release(request.lease_id, session_id)
         repointed = packed(changed) if len(changed) else b""
         return InsertResponse(

@@ -106,12 +106,16 @@ class Admission:
         Raises:
             PoolExhausted, CacheBusy, ConfigMismatch, CoreError: the request is refused.
         """
-        if (ticket := self._ticket_of(session_id, request.lease_id)) is not None:
+        may_wait = self._tiers is not None or bool(self._wait_queue.waiting)
+        if may_wait and (ticket := self._ticket_of(session_id, request.lease_id)) is not None:
             return ticket
         key = key_of(request.tokens, request.namespace)
         asked = _Asked(session_id, request, key, len(key) + request.new_tokens)
         self.num_acquires += 1
-        answer = self._admit(asked, None)
+        try:
+            answer = self._try(asked, None) if self._wait_queue.waiting else self._open(asked, None)
+        except OutOfSlotsError as error:
+            answer = self._make_room(asked, None, error.with_traceback(None))
         assert answer is not None
         self.num_acquires -= type(answer) is WaitingResponse
         return answer
@@ -168,7 +172,10 @@ class Admission:
         try:
             return self._try(asked, waiter)
         except OutOfSlotsError as error:
-            shortage = error.with_traceback(None)
+            return self._make_room(asked, waiter, error.with_traceback(None))
+
+    def _make_room(self, asked: _Asked, waiter: Waiter | None, shortage: OutOfSlotsError) -> Message | None:
+        """Go on with a request that found no room: end writes, which lock pages, and try again; else queue it."""
         if self._tiers is not None and self._tiers.has_writes and shortage.can_ever_fit:
             if not self._tiers.cancel_writes():
                 return self._wait_for_writes(asked, waiter)
@@ -213,9 +220,11 @@ class Admission:
         """
         request, tiers, core = asked.request, self._tiers, self._core
         assert not isinstance(request, ExtendRequest)
-        self._check_binding(asked.session_id, request)
+        if asked.session_id in self._bindings.sessions:
+            self._check_binding(asked.session_id, request)
         if tiers is None:
-            return self._hand_out(asked, self._begin(asked))
+            lease = self._begin(asked)
+            return self.lease_response(lease) if type(request) is AcquireRequest else self._hand_out(asked, lease)
         timeout_s = tiers.config.load_timeout_s if request.load_timeout_s is None else request.load_timeout_s
         if (waiter is not None and not waiter.may_load) or not (request.load and timeout_s):
             return self._hand_out(asked, self._begin(asked))
@@ -299,10 +308,7 @@ class Admission:
 
     def _ticket_of(self, session_id: str, lease_id: str) -> WaitingResponse | None:
         """Return the ticket of the waiting request of which this is a retry; None: it is new."""
-        queue = self._wait_queue
-        if self._tiers is None and not queue.waiting:
-            return None
-        waiter = queue.find(session_id, lease_id)
+        waiter = self._wait_queue.find(session_id, lease_id)
         return None if waiter is None else self._ticket(waiter)
 
     def _ticket(self, waiter: Waiter) -> WaitingResponse:

@@ -503,7 +503,7 @@ class Moves:
     def give_back(self, lease: LeaseRecord) -> None:
         """End a new lease for which `plan_load` found no room. Its session may open another one of the same id.
 
-        Nothing has changed, so pressure is not notified: who evicts on it would try the request again and again.
+        Nothing has changed, so pressure is not notified: its observer would try the request again and again.
         """
         upper = self.upper.cache
         upper.leases.begin_fill(lease)

@@ -62,7 +62,7 @@ def test_a_host_tier_gives_back_the_evicted_tokens_and_their_share_is_named(tmp_
     shares = {"device_hit_rate_percent": pytest.approx(100 * 512 / 4608), "loaded_percent": 100 * 2048 / 4608}
     assert large["host"] == {"capacity": 4096, "policy": "2q", **tokens, **shares}
     assert larger["host"] == large["host"] | {"capacity": 7680}
-    assert "1,024 lru 512 4,096 2q 55.56 % 11.11 % 44.44 % 2.6k" in " ".join(text.split())
+    assert "1,024 lru 4.1k 2q 55.56 % 11.11 % 44.44 % 3.1k" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
