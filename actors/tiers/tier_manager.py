@@ -368,7 +368,7 @@ class TierManager:
         self._is_closed = True
         if self.copier is not None:
             self.copier.close()
-        self._copies = self._pool = None
+        self._copies = self._pool = self.copier = None  # These have the memory.
         if self._memory is not None:
             self._memory.close()
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is reser
 
 PAGE = 4096
 LAYOUT = RecordLayout(num_slots=160, page_size=4, slot_bytes=300, num_swa_slots=40, swa_slot_bytes=70)
+NAME = "e" * 32
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ready(**options: object) -> HostMemory:
-    memory = HostMemory(LAYOUT, "e" * 32, **options)  # type: ignore[arg-type]
+    memory = HostMemory(LAYOUT, NAME, **options)  # type: ignore[arg-type]
     wait_until(lambda: memory.state != "reserving")
     return memory
 
@@ -48,9 +49,9 @@ def test_the_bytes_of_a_host_tier_are_those_of_its_records() -> None:
 
 
 def open_files() -> list[str]:
-    """The anonymous files of host pools that this process has open or mapped."""
+    """The anonymous files of these tests' host pools that this process has open or mapped."""
     with open("/proc/self/maps") as maps:
-        return [line for line in maps if "-host" in line and "raydix-" in line]
+        return [line for line in maps if f"raydix-{NAME}-host" in line]
 
 
 def test_a_pool_is_ready_when_all_of_it_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +65,7 @@ def test_a_pool_is_ready_when_all_of_it_is_reserved(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "posix_fallocate", noted)
     changes: list[str] = []
     files = len(os.listdir("/proc/self/fd"))
-    memory = HostMemory(LAYOUT, "e" * 32, on_change=lambda: changes.append("changed"))
+    memory = HostMemory(LAYOUT, NAME, on_change=lambda: changes.append("changed"))
     assert (memory.state, memory.pool, memory.pinned) == ("reserving", None, False)
 
     may_go_on.set()
@@ -109,7 +110,7 @@ def test_closing_gives_a_reservation_up(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setattr(os, "posix_fallocate", slow)
     changes: list[str] = []
     before = set(threading.enumerate())
-    memory = HostMemory(LAYOUT, "e" * 32, on_change=lambda: changes.append("changed"))
+    memory = HostMemory(LAYOUT, NAME, on_change=lambda: changes.append("changed"))
     wait_until(lambda: len(ranges) == 8)  # threads
 
     memory.close()
@@ -125,12 +126,12 @@ def test_closing_gives_a_reservation_up(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_a_pool_larger_than_the_memory_is_refused_and_the_argument_named(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     with pytest.raises(CacheUnavailable, match=r"the host pool needs .* lower host\.num_slots"):
-        HostMemory(RecordLayout(num_slots=2**40, page_size=4, slot_bytes=2**20), "e" * 32)
+        HostMemory(RecordLayout(num_slots=2**40, page_size=4, slot_bytes=2**20), NAME)
     assert set(threading.enumerate()) <= before
 
 
 def test_an_index_only_pool_is_ready_from_the_start() -> None:
-    memory = HostMemory(RecordLayout(num_slots=64, page_size=4, slot_bytes=0), "e" * 32)
+    memory = HostMemory(RecordLayout(num_slots=64, page_size=4, slot_bytes=0), NAME)
 
     assert memory.state == "ready"
     assert memory.pool is not None and memory.pool.storage.numel() == 0
@@ -142,7 +143,7 @@ def test_a_process_without_a_gpu_registers_nothing() -> None:
     assert not memory.pinned and memory.pin_error == ""
     memory.close()
     with pytest.raises(CacheUnavailable, match=r"host\.pin=True.*: this process has no GPU"):
-        HostMemory(LAYOUT, "e" * 32, pin=True)
+        HostMemory(LAYOUT, NAME, pin=True)
 
 
 @pytest.mark.parametrize("end", ["close", "drop"])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.tiers.tiered_service import TieredService, tiered_config
 
+from raydix.actors import LocalPrefixCache
 from raydix.actors.tiers.copier import CopyCounts, End
 from raydix.actors.tiers.tier_manager import Progress
 from raydix.cache_core.leases.lease_table import LeaseRecord
@@ -17,12 +21,14 @@ from raydix.schemas import (
     Ack,
     BindModelRequest,
     BindModelResponse,
+    CacheConfig,
     CloseSession,
     ConfigMismatch,
     EvictRequest,
     EvictResponse,
     ExtendRequest,
     ExtendResponse,
+    HostConfig,
     InsertRequest,
     InsertResponse,
     InvalidRequest,
@@ -30,6 +36,7 @@ from raydix.schemas import (
     LockRequest,
     ModelFingerprint,
     OpenSession,
+    PoolConfig,
     PoolExhausted,
     PrefetchRequest,
     ResetRequest,
@@ -835,3 +842,21 @@ async def test_a_growth_is_given_up_with_the_insert_that_ends_its_lease() -> Non
     assert not cache.service.wait_queue._by_ticket
     cache.copier.pass_page()
     await cache.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is reserved on Linux")
+async def test_a_closed_cache_gives_the_memory_of_its_tier_back_though_it_is_kept() -> None:
+    pool = PoolConfig(num_slots=64, num_layers=1, num_kv_heads=1, head_dim=4, device="cpu")
+    cache = LocalPrefixCache(CacheConfig(page_size=4, pool=pool, host=HostConfig(num_slots=128, reserve=0.9)))
+    async with cache, cache.acquire(list(range(32))) as lease:
+        await lease.insert(list(range(32)))
+        epoch = lease.epoch
+        assert is_mapped(f"raydix-{epoch}-host")
+
+    gc.collect()
+
+    assert cache is not None and not is_mapped(f"raydix-{epoch}-host")
+
+
+def is_mapped(name: str) -> bool:
+    return name in Path("/proc/self/maps").read_text()
