@@ -49,6 +49,8 @@ def watched_self() -> Any:
         return None
     import ray
 
+    if not ray.is_initialized():  # else Ray would start a cluster, or wait for one: an actor has one
+        return None
     context = ray.get_runtime_context()
     handle = context.current_actor if context.get_actor_id() is not None else None
     return handle if hasattr(handle, "raydix_park") else None  # this process may be the actor of another class
