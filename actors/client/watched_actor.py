@@ -49,7 +49,7 @@ def watched_self() -> Any:
         return None
     import ray
 
-    if not ray.is_initialized():  # else Ray would start a cluster, or wait for one: an actor has one
+    if not ray.is_initialized():  # Ray would start a cluster, or wait for one; an actor has one.
         return None
     context = ray.get_runtime_context()
     handle = context.current_actor if context.get_actor_id() is not None else None

@@ -231,7 +231,7 @@ class VllmEventExporter:
     async def _publish_snapshot(self) -> None:
         """Publish that all blocks are gone, and then all that are there, in each tier."""
         async with self._lock:
-            await self._client.open()  # after a restart the cache may have other tiers
+            await self._client.open()  # The cache may have other tiers after a restart.
             tiers = self._tiers()
             try:
                 snapshots = await asyncio.gather(*[self._full_snapshot(tier) for tier in tiers])

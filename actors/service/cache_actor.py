@@ -85,7 +85,7 @@ class PrefixCacheActor:
         self._host = _make_host(config, device, node_id, restarts)
         exported = self._host.exported
         pool_bytes = exported.handle.num_bytes if device.type == "cpu" else 0
-        full, when = facts_when_full(facts, pool_bytes, host_bytes(config, exported.pool))
+        full, when = facts_when_full(facts, pool_bytes, host_bytes(config))
         self._host.service.findings = findings(full, restarts, when)
         self._socket_server = UnixSocketServer(self._host.service)
         self._watch = DeathWatch(self._host.service.reaper.owner_unavailable)

@@ -176,7 +176,7 @@ class CacheService:
         host = self.config.host
         if host is None:
             return None
-        moves = build_moves(self.config, self.core, pool, self._on_pressure)
+        moves = build_moves(self.config, self.core, self._on_pressure)
         if host.high_watermark < 1.0:
             gauges.append(host_gauge(host, moves))
         tiers = TierManager(self.config, moves, pool, self.epoch, self._after_moves)
@@ -431,7 +431,7 @@ class CacheService:
                 unpublished += max(0, len(lease.key) - max(lease.prefix_len, self.core.published_len(lease)))
         moves = [] if self.tiers is None else self.tiers.moves.in_flight
         loads = [move for move in moves if move.is_load and move.target.filling_for and not move.target.only_locks]
-        loading = sum(move.stop - move.first for move in loads)
+        loading = sum(move.num_tokens for move in loads)
         return CacheLoad(self.wait_queue.num_tokens(), leased, unpublished, self.core.private_slots, loading)
 
     async def next_events(self, request: NextEvents) -> PackedEvents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raydix.actors.service.eviction_task import PoolGauge
+from raydix.actors.transport.pool_shapes import layout_below
 from raydix.cache_core import (
     BasePrefixCache,
     ChunkCache,
@@ -23,7 +24,6 @@ from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.cache_core.pool.pool_checks import PoolChecks
 from raydix.cache_core.tiers.moves import Moves
-from raydix.cache_core.tiers.page_records import PageRecords
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import CacheConfig, EvictionConfig, HostConfig
@@ -46,15 +46,12 @@ def build_core(
     return _build_tree(config, pool, on_pressure)
 
 
-def build_moves(
-    config: CacheConfig, core: LeasedCache, pool: KVPool | RecordPool | None, on_pressure: Callable[[], None]
-) -> Moves:
+def build_moves(config: CacheConfig, core: LeasedCache, on_pressure: Callable[[], None]) -> Moves:
     """Return the moves between a cache and its host tier.
 
     Args:
         config: of the cache; it has `host`.
         core: the cache.
-        pool: the tensors; None: there are none.
         on_pressure: called when slots of the tier run short.
     """
     host, sizes, page = config.host, config.host_sizes, config.page_size
@@ -64,8 +61,8 @@ def build_moves(
     tree = _make_tree(config, host.policy, allocator, states)
     floor = 0 if host.high_watermark == 1.0 else sizes.num_slots - int(host.high_watermark * sizes.num_slots)
     below = KVCache(tree, allocator, floor, on_pressure, states=states, bigram=config.bigram)
-    records = None if pool is None else PageRecords(pool)
-    page_bytes = 0 if records is None else records.num_bytes("full") + records.num_bytes("swa")
+    layout = layout_below(config, sizes)
+    page_bytes = page * (layout.slot_bytes + layout.swa_slot_bytes)
     return Moves(Tier("device", "GPU", core), Tier("host", "CPU", below), page_bytes)
 
 

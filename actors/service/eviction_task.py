@@ -44,7 +44,7 @@ class PoolGauge:
         # Both marks as free slots: below the floor the task wakes, at the goal it sleeps again.
         enabled = config.high_watermark < 1.0
         self.pressure_floor = num_slots - int(config.high_watermark * num_slots) if enabled else 0
-        self.least_free = self.pressure_floor // 2  # with fewer, requests would evict by themselves soon
+        self.least_free = self.pressure_floor // 2  # Requests would soon evict by themselves with fewer.
         self.goal = num_slots - int(config.low_watermark * num_slots)
         self.free_slots = free_slots
         self.evict = evict

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.event_readers import EventReaders
+from raydix.actors.transport.validation import unknown_tier
 from raydix.cache_core import LeasedCache
 from raydix.schemas import CacheConfig, CacheLoad, InvalidRequest, NextEvents, PackedEvents, SlimEventSnapshot
 from raydix.schemas.events import BlockGroup
-from raydix.schemas.shown import brief
 
 _NO_EVENTS = "this cache publishes no events: start it with CacheConfig(events='full') or events='slim'"
 
@@ -79,7 +79,7 @@ class TierFeeds:
             return tier
         if not self._tiers:
             raise InvalidRequest(_NO_EVENTS)
-        raise InvalidRequest(f"tier must be one of {', '.join(map(repr, self._tiers))}, not {brief(name)}")
+        raise unknown_tier(name, self._tiers)
 
     # ---------------------------------------------------------------- readers
 

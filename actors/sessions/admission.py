@@ -221,7 +221,7 @@ class Admission:
         request, tiers, core = asked.request, self._tiers, self._core
         assert not isinstance(request, ExtendRequest)
         if asked.session_id in self._bindings.sessions:
-            self._check_binding(asked.session_id, request)
+            self._bindings.check(asked.session_id, request.namespace, request.lease_id)
         if tiers is None:
             lease = self._begin(asked)
             return self.lease_response(lease) if type(request) is AcquireRequest else self._hand_out(asked, lease)
@@ -241,7 +241,7 @@ class Admission:
         tiers = self._tiers
         assert tiers is not None
         if type(asked.request) is LockRequest:
-            tiers.check_room(asked.key)  # in vain, it would be granted and taken back at each look at the queue
+            tiers.check_room(asked.key)  # Each look at the queue would open the lease, and give it back.
         with tiers.holding(asked.key, asked.limit):
             lease = self._begin(asked)
             try:
@@ -314,7 +314,7 @@ class Admission:
     def _ticket(self, waiter: Waiter) -> WaitingResponse:
         """Return the response with a ticket."""
         load = waiter.waits_for
-        num_loading = len(load.key) - load.first if isinstance(load, Move) else 0
+        num_loading = load.num_tokens if isinstance(load, Move) else 0
         position = self._wait_queue.position_of(waiter)
         return WaitingResponse(ticket=waiter.ticket, position=position, loading_tokens=num_loading)
 

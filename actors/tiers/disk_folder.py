@@ -29,7 +29,7 @@ from raydix.schemas.shown import brief, byte_size
 logger = logging.getLogger(__name__)
 
 RECORDS: dict[Kind, str] = {"full": "pages.bin", "swa": "windows.bin", "state": "states.bin"}  # kind -> file
-PREDECESSOR_S = 10.0  # for which a cache waits for the one before it, which may still write
+PREDECESSOR_S = 10.0  # seconds that a cache waits for the one before it, which may still write
 
 _LOCK = "lock"
 _POLL_S = 0.1

@@ -35,11 +35,11 @@ ROW_BYTES = 300  # reserved for a row and its place in the order, without token 
 
 
 _NEW = "index.new"
-_SUFFIXES = ("", "-wal", "-shm", "-journal")  # of the files that SQLite makes
+_SUFFIXES = ("", "-wal", "-shm", "-journal")  # endings of the files that SQLite makes
 INDEX_FILES = tuple(name + suffix for name in (INDEX, _NEW) for suffix in _SUFFIXES)
 _APPLICATION = 0x52594458  # "RYDX", in the header of the file
-_FILLER_BYTES = 64 * 2**20  # of one blob
-_ROWS_OF_PAGE = 8  # of a full page of the database, at least
+_FILLER_BYTES = 64 * 2**20  # bytes of one blob
+_ROWS_OF_PAGE = 8  # least rows of a full page of the database
 _SLACK = 1.5  # A database of many changes is two thirds full.
 _CHECKPOINT_PAGES = 1000
 _ORPHANS = 512  # rows of deleted spaces that one call of `clean` deletes
@@ -442,6 +442,6 @@ def _typed(doing: str) -> Iterator[None]:
 
 
 def _disk_error(error: sqlite3.Error, doing: str) -> DiskError:
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # without the detail
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the code, without its detail
     kind = {sqlite3.SQLITE_FULL: DiskFull, sqlite3.SQLITE_CORRUPT: IndexDamaged, sqlite3.SQLITE_NOTADB: IndexDamaged}
     return kind.get(code, DiskFailed)(f"{doing} failed: {error}")

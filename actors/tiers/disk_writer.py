@@ -28,7 +28,7 @@ from raydix.cache_core.tree.packed_slots import Starts
 
 logger = logging.getLogger(__name__)
 
-BUFFER_BYTES = 32 * 2**20  # of each of the two buffers
+BUFFER_BYTES = 32 * 2**20  # size of each of the two buffers
 
 
 class Records(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 from raydix.actors.observe.node_memory import available_memory
 from raydix.actors.transport.pinned_memory import PinnedMemory
 from raydix.actors.transport.pool_memory import Asked, check_room, make_shared_memory, too_large
-from raydix.cache_core import KVPool, RecordLayout, RecordPool
-from raydix.cache_core.tiers.page_records import PageRecords
+from raydix.actors.transport.pool_shapes import layout_below
+from raydix.cache_core import RecordLayout, RecordPool
 from raydix.schemas import CacheConfig, CacheUnavailable
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,9 @@ HOST = Asked("the host pool", "host.num_slots")
 RESERVING, READY, CLOSED = "reserving", "ready", "closed"
 
 
-def host_bytes(config: CacheConfig, pool: KVPool | RecordPool) -> int:
+def host_bytes(config: CacheConfig) -> int:
     """Return the bytes of this machine's memory that the host tier of a cache takes; 0 if it has none."""
-    return 0 if config.host is None else PageRecords(pool).layout(*config.host_sizes).num_bytes
+    return 0 if config.host is None else layout_below(config, config.host_sizes).num_bytes
 
 
 class HostMemory:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 4096  # O_DIRECT needs addresses, places and lengths that are multiples of it
 CALL_BYTES = 8 * 2**20  # read or written by one call, at most
-_MOST_BUFFERS = 1024  # of one call: IOV_MAX
+_MOST_BUFFERS = 1024  # buffers of one call: IOV_MAX
 
 DirectIO = Literal["auto", "on", "off"]
 Rows = NDArray[np.uint8]  # `[number, stride]`, a record in each row, padded to whole blocks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
@@ -12,15 +11,15 @@ from functools import partial
 from raydix.actors.tiers.copier import Copied, Copier, Copy
 from raydix.actors.tiers.host_memory import READY, HostMemory
 from raydix.actors.tiers.move_batch import MoveBatch
+from raydix.actors.transport.pool_shapes import layout_below
+from raydix.actors.transport.validation import unknown_tier
 from raydix.cache_core import KVPool, RadixKey, RecordPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.move import Move
 from raydix.cache_core.tiers.moves import Finished, Moves, Plan
-from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies, PageRecords
+from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies
 from raydix.cache_core.tiers.tier import Tier
-from raydix.schemas import CacheConfig, InvalidRequest
-
-logger = logging.getLogger(__name__)
+from raydix.schemas import CacheConfig
 
 _MOST_BATCHES = 2  # batches of writes in flight: one is copied while the next is planned
 _PREFETCH_SHARE = 0.25  # share of the pool that prefetches in flight may take
@@ -91,16 +90,14 @@ class TierManager:
         self.copier: Copier | None = None
         self._copies: PageCopies | None = None
         self._memory: HostMemory | None = None
-        self._token_bytes = 0.0
+        self._token_bytes = 0
         self.is_instant = pool is None or not config.pool.has_tensors
         if self.is_instant:
             upper.watch_victims(moves.write_before_eviction)
             return
-        assert pool is not None
-        records = PageRecords(pool)
-        self._token_bytes = (records.num_bytes("full") + records.num_bytes("swa")) / config.page_size
         upper.watch_victims(moves.count_dropped)
-        layout = records.layout(*config.host_sizes)
+        layout = layout_below(config, config.host_sizes)
+        self._token_bytes = layout.slot_bytes + layout.swa_slot_bytes
         self._memory = HostMemory(layout, name, pin=self.config.pin, on_change=self._memory_changed)
 
     # ---------------------------------------------------------------- state
@@ -151,7 +148,7 @@ class TierManager:
         """
         tiers = {tier.name: tier for tier in (self.moves.upper, self.moves.lower)}
         if name not in tiers:
-            raise InvalidRequest(f"tier must be one of {', '.join(map(repr, tiers))}, not {name!r:.80}")
+            raise unknown_tier(name, tiers)
         return tiers[name]
 
     def longest_prefix(self, key: RadixKey) -> int:
@@ -207,9 +204,7 @@ class TierManager:
         del self._writes[batch]
         if copied.end == "failed":
             self._has_written = False  # a failed write is not tried again before the pool changes
-        self._verify(batch, copied)
-        for move, num_pages, is_whole in batch.results(copied):
-            self.moves.finish(move, num_pages, is_whole)
+        self._finish(batch, copied)
         if not self._writes:
             waiting, self._after_writes = self._after_writes, []
             for resume in waiting:
@@ -281,7 +276,7 @@ class TierManager:
         queued = self.copier.queued_bytes(loads=True) if self._loads else 0
         num_bytes = max(0.0, timeout_s * self._load_bytes_per_s - queued)
         page = self.moves.upper.cache.page_size
-        return prefix_len + int(num_bytes / max(1.0, self._token_bytes)) // page * page
+        return prefix_len + int(num_bytes / max(1, self._token_bytes)) // page * page
 
     def _begin_load(self, move: Move, timeout_s: float | None) -> bool:
         """Begin to copy a load; return False if it has ended already."""
@@ -298,9 +293,7 @@ class TierManager:
             return
         assert self.copier is not None
         self._load_bytes_per_s = self.copier.counts(loads=True).bytes_per_s
-        self._verify(batch, copied)
-        ((_, num_pages, is_whole),) = batch.results(copied)
-        finished = self.moves.finish(move, num_pages, is_whole)
+        ((finished, is_whole),) = self._finish(batch, copied)
         if (owner := self._owners.pop(move, None)) is not None:
             owner(finished)
         for resume in self._waiting.pop(move, ()):
@@ -323,16 +316,23 @@ class TierManager:
         if not self._is_ready() or not self._may_begin():
             return 0
         cache = self.moves.upper.cache
-        in_flight = sum(len(move.key) - move.first for move in self._loads if move not in self._owners)
+        in_flight = sum(move.num_tokens for move in self._loads if move not in self._owners)
         room = max(0, int(_PREFETCH_SHARE * cache.num_slots) - in_flight)
         move = self.moves.plan_prefetch(key, self.moves.upper.longest_prefix(key) + room)
         if move is None:
             return 0
-        num_tokens = len(move.key) - move.first
         self._begin_load(move, None)
-        return num_tokens
+        return move.num_tokens
 
     # ---------------------------------------------------------------- the end
+
+    def _finish(self, batch: MoveBatch, copied: Copied) -> list[tuple[Finished, bool]]:
+        """End the moves of a batch; return the result of each, and whether all of it was copied."""
+        self._verify(batch, copied)
+        return [
+            (self.moves.finish(move, num_pages, is_whole), is_whole)
+            for move, num_pages, is_whole in batch.results(copied)
+        ]
 
     def stop_copies(self) -> None:
         """End all moves, without callbacks. Blocks for one chunk at most.
@@ -351,10 +351,7 @@ class TierManager:
         self.copier.stop_all()
         for move, copy in self._loads.items():
             assert copy.result is not None
-            batch = MoveBatch((move,))
-            self._verify(batch, copy.result)
-            ((_, num_pages, is_whole),) = batch.results(copy.result)
-            self.moves.finish(move, num_pages, is_whole)
+            self._finish(MoveBatch((move,)), copy.result)
         self._loads.clear()
         for batch, copy in list(self._writes.items()):
             assert copy.result is not None

@@ -31,15 +31,7 @@ def layout_of(config: CacheConfig) -> PoolLayout | RecordLayout:
 def records_of(config: CacheConfig) -> RecordLayout:
     """Return the layout of an opaque pool."""
     pool = config.pool
-    return RecordLayout(
-        num_slots=pool.num_slots,
-        page_size=config.page_size,
-        slot_bytes=pool.slot_bytes,
-        num_swa_slots=_num_swa_slots(config),
-        swa_slot_bytes=pool.swa_slot_bytes,
-        num_state_slots=pool.num_state_slots,
-        state_bytes=pool.state_bytes,
-    )
+    return layout_below(config, TierSizes(pool.num_slots, _num_swa_slots(config), pool.num_state_slots))
 
 
 def pool_below(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from operator import index
 from typing import Any, TypeVar
@@ -31,6 +32,11 @@ def make_request(model: type[M], **fields: Any) -> M:
         if not ints:
             raise InvalidRequest(first_fault(error)) from None
     return make_request(model, **fields | ints)
+
+
+def unknown_tier(name: str, tiers: Iterable[str]) -> InvalidRequest:
+    """Return the error for a tier that a cache does not have; it names those there are."""
+    return InvalidRequest(f"tier must be one of {', '.join(map(repr, tiers))}, not {brief(name)}")
 
 
 def _meant_ints(error: ValidationError) -> dict[str, int]:

@@ -39,7 +39,7 @@ class DiskSpace:
     models: Models
     arity: int = 0
     builder: TreeBuilder | None = None
-    _kinds: list[Numbers] = field(default_factory=list)  # of its dormant records, by depth; by place in `KINDS`
+    _kinds: list[Numbers] = field(default_factory=list)  # its dormant records by depth, for each of `KINDS`
     _records: list[Numbers] = field(default_factory=list)
 
     def add_records(self, kinds: Numbers, records: Numbers) -> None:

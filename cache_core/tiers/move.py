@@ -57,6 +57,11 @@ class Move:
         return len(self.key)
 
     @property
+    def num_tokens(self) -> int:
+        """The tokens of its pages."""
+        return self.stop - self.first
+
+    @property
     def num_pages(self) -> int:
         """The pages to copy; a move of a state alone has none."""
         return len(self.source_starts)

@@ -51,9 +51,9 @@ class RecordKeeper:
     def __init__(self, pool: _Pool, num_records: int, slots_of_record: int, free: Callable[[Starts], object]) -> None:
         self._step = slots_of_record
         self._free = free
-        self._states = np.full(num_records + 1, _UNREAD, np.uint8)  # by number; 0 is for padding
+        self._states = np.full(num_records + 1, _UNREAD, np.uint8)  # state of each record; record 0 is for padding
         self._states[0] = _PLAIN
-        self._counts = [0, 0, num_records, 0, 0]  # by state; without the plain ones and those with rows
+        self._counts = [0, 0, num_records, 0, 0]  # records of each state, without plain ones and those with rows
         self._to_delete: list[Numbers] = []
         pool.take_all()
         pool.keeper = self

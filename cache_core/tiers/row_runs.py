@@ -55,7 +55,7 @@ class RowRuns:
         self._page_ids = page_size * max(1, arity)
         self._arity = arity
         self._seed = namespace_seed(namespace)
-        self._depth = 0  # of the tips
+        self._depth = 0  # depth of the tips
         self._tips: dict[bytes, RowRun] = {b"": RowRun(None)}  # digest of a page -> run that ends with it
         self._level: list[IndexRow] = []  # rows of the depth below the tips
 

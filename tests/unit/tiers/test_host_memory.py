@@ -14,7 +14,6 @@ from support.waiting import wait_until
 
 from raydix.actors.tiers.host_memory import HostMemory, host_bytes
 from raydix.actors.transport import pinned_memory, pool_memory
-from raydix.actors.transport.pool_shapes import layout_of, pool_of
 from raydix.cache_core import RecordLayout
 from raydix.schemas import CacheConfig, CacheUnavailable, HostConfig, PoolConfig
 
@@ -39,13 +38,12 @@ def ready(**options: object) -> HostMemory:
 def test_the_bytes_of_a_host_tier_are_those_of_its_records() -> None:
     pool = PoolConfig(num_slots=32, num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", device="cpu")
     config = CacheConfig(page_size=4, pool=pool, host=HostConfig(num_slots=64))
-    kv_pool = pool_of(layout_of(config))
 
     # 2 layers of K and V, with 2 heads of 4 numbers of 4 bytes; one page more is the padding page.
-    assert host_bytes(config, kv_pool) == (64 + 4) * 2 * 2 * 2 * 4 * 4
-    assert host_bytes(config.model_copy(update={"host": None}), kv_pool) == 0
+    assert host_bytes(config) == (64 + 4) * 2 * 2 * 2 * 4 * 4
+    assert host_bytes(config.model_copy(update={"host": None})) == 0
     index_only = CacheConfig(page_size=4, pool=PoolConfig(num_slots=32, device="cpu"), host=HostConfig(num_slots=64))
-    assert host_bytes(index_only, pool_of(layout_of(index_only))) == 0
+    assert host_bytes(index_only) == 0
 
 
 def open_files() -> list[str]:
