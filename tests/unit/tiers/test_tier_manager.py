@@ -715,7 +715,8 @@ class Measured(CopyCounts):
         return 8.0
 
 
-async def test_a_load_is_as_long_as_what_can_be_there_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def measured(monkeypatch: pytest.MonkeyPatch) -> TieredService:
+    """Return a scene with A below, in which one load has been measured."""
     cache = scene(device_pages=32)
     cache.put_below(A)
     cache.put_below(B)
@@ -724,6 +725,11 @@ async def test_a_load_is_as_long_as_what_can_be_there_in_time(monkeypatch: pytes
     first = cache.acquire(B)
     cache.copier.finish(cache.loads[0])
     await loaded(cache, first, B)
+    return cache
+
+
+async def test_a_load_is_as_long_as_what_can_be_there_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = await measured(monkeypatch)
 
     waiting = cache.acquire(A, load_timeout_s=3)
     assert isinstance(waiting, WaitingResponse) and waiting.loading_tokens == 3
@@ -733,14 +739,7 @@ async def test_a_load_is_as_long_as_what_can_be_there_in_time(monkeypatch: pytes
 
 
 async def test_a_rate_by_which_nothing_is_loaded_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = scene(device_pages=32)
-    cache.put_below(A)
-    cache.put_below(B)
-    counts = Measured()
-    monkeypatch.setattr(cache.copier, "counts", lambda *, loads: counts)
-    first = cache.acquire(B)
-    cache.copier.finish(cache.loads[0])
-    await loaded(cache, first, B)
+    cache = await measured(monkeypatch)
 
     assert isinstance(cache.acquire(A, load_timeout_s=0.1), LeaseResponse), "less than a page can be there"
     assert isinstance(cache.acquire(A, load_timeout_s=0.1), WaitingResponse)
@@ -848,14 +847,22 @@ async def test_a_growth_is_given_up_with_the_insert_that_ends_its_lease() -> Non
 async def test_a_closed_cache_gives_the_memory_of_its_tier_back_though_it_is_kept() -> None:
     pool = PoolConfig(num_slots=64, num_layers=1, num_kv_heads=1, head_dim=4, device="cpu")
     cache = LocalPrefixCache(CacheConfig(page_size=4, pool=pool, host=HostConfig(num_slots=128, reserve=0.9)))
-    async with cache, cache.acquire(list(range(32))) as lease:
-        await lease.insert(list(range(32)))
-        epoch = lease.epoch
-        assert is_mapped(f"raydix-{epoch}-host")
+    async with cache:
+        async with cache.acquire(list(range(32))) as lease:
+            await lease.insert(list(range(32)))
+        while not await written(cache):  # noqa: ASYNC110 -- a write has no event
+            await asyncio.sleep(0.01)
+        assert is_mapped(f"raydix-{lease.epoch}-host")
 
     gc.collect()
 
-    assert cache is not None and not is_mapped(f"raydix-{epoch}-host")
+    assert cache is not None and not is_mapped(f"raydix-{lease.epoch}-host")
+
+
+async def written(cache: LocalPrefixCache) -> int:
+    stats = await cache.stats()
+    assert stats.host is not None
+    return stats.host.tokens_written
 
 
 def is_mapped(name: str) -> bool:
