@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.faults.faults import Catalogue, Fault, Patch, around
+from support.faults.tier_faults import FAULTS_OF_MOVES
 from support.tiers.tiered_service import TieredService, tiered_config
 from support.traffic.radix import TrafficFailed
 from support.traffic.tiered_service import Shape, run_traffic
@@ -18,7 +19,6 @@ from raydix.actors.tiers.copier import Copied
 from raydix.actors.tiers.tier_manager import TierManager
 from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.kv_cache import KVCache
-from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.tiers.moves import Moves
 
 SHAPES = [Shape(1, 16, 24), Shape(2, 16, 24, window=3), Shape(1, 16, 24, num_states=10)]
@@ -30,24 +30,6 @@ fault, late_fault = FAULTS.register, FAULTS.register_late
 
 
 # ---------------------------------------------------------------- copies
-
-
-@fault
-def pages_are_published_before_their_copy_has_ended(patch: Patch) -> None:
-    around(patch, Moves, "finish", lambda finish, self, move, num_pages, is_whole=None: finish(self, move, 10**6))
-
-
-@fault
-def slots_are_freed_under_the_copy(patch: Patch) -> None:
-    def abandon(original: Any, self: LeasedCache, lease_id: str, session_id: str) -> bool:
-        leases = self.leases.filling_for(session_id)
-        found: bool = original(self, lease_id, session_id)
-        for lease in leases:
-            if lease.lease_id == lease_id:
-                self._free_private(lease)
-        return found
-
-    around(patch, LeasedCache, "_abandon", abandon)
 
 
 @late_fault
@@ -62,35 +44,7 @@ def a_write_ends_while_one_of_its_pages_is_copied(patch: Patch) -> None:
     patch.setattr(TierManager, "cancel_writes", cancel_writes)
 
 
-@fault
-def the_lock_at_the_source_is_forgotten(patch: Patch) -> None:
-    def lock_node(original: Any, self: KVCache, node: Any, path: Any) -> Any:
-        lease = original(self, node, path)
-        self.tree.dec_lock_ref(node, lease.receipt)
-        return lease
-
-    around(patch, KVCache, "lock_node", lock_node)
-
-
 # ---------------------------------------------------------------- retirements
-
-
-@fault
-def the_lower_tier_is_not_retired(patch: Patch) -> None:
-    def init(original: Any, self: Moves, *arguments: Any) -> None:
-        original(self, *arguments)
-        self.upper.cache.below = None
-
-    around(patch, Moves, "__init__", init)
-
-
-@fault
-def a_lease_is_handed_out_after_other_weights_in_the_middle_of_its_load(patch: Patch) -> None:
-    def finish(original: Any, self: Moves, move: Any, num_pages: int, is_whole: bool | None = None) -> Any:
-        move.source.retired = move.target.retired = False
-        return original(self, move, num_pages, is_whole)
-
-    around(patch, Moves, "finish", finish)
 
 
 @late_fault
@@ -141,19 +95,7 @@ def a_retry_in_the_middle_of_a_load_has_no_ticket(patch: Patch) -> None:
     around(patch, WaitQueue, "find", find)
 
 
-# ---------------------------------------------------------------- counts
-
-
-@fault
-def a_loaded_token_is_counted_twice(patch: Patch) -> None:
-    def hand_out(original: Any, self: KVCache, lease: Any, prefix_len: int) -> None:
-        self.counters.tokens_reused += prefix_len - lease.prefix_len
-        original(self, lease, prefix_len)
-
-    around(patch, KVCache, "hand_out", hand_out)
-
-
-@pytest.mark.parametrize("plant", FAULTS.cases())
+@pytest.mark.parametrize("plant", [*FAULTS_OF_MOVES.cases(), *FAULTS.cases()])
 def test_a_planted_fault_is_found(plant: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.faults.faults import Catalogue, Fault, Patch, around
+from support.faults.tier_faults import FAULTS_OF_MOVES
 from support.traffic.eviction_order import check_order
 from support.traffic.radix import TrafficFailed
 from support.traffic.tiers import Shape, TiersTraffic
@@ -29,34 +30,6 @@ fault, late_fault, fault_of_order = FAULTS.register, FAULTS.register_late, FAULT
 
 
 @fault
-def pages_are_published_before_their_copy_has_ended(patch: Patch) -> None:
-    around(patch, Moves, "finish", lambda finish, self, move, num_pages, is_whole=None: finish(self, move, 10**6))
-
-
-@fault
-def slots_are_freed_under_the_copy(patch: Patch) -> None:
-    def abandon(original: Any, self: LeasedCache, lease_id: str, session_id: str) -> bool:
-        lease = self.leases.filling_for(session_id)
-        found = original(self, lease_id, session_id)
-        for filled in lease:
-            if filled.lease_id == lease_id:
-                self._free_private(filled)
-        return found  # type: ignore[no-any-return]
-
-    around(patch, LeasedCache, "_abandon", abandon)
-
-
-@fault
-def the_lock_at_the_source_is_forgotten(patch: Patch) -> None:
-    def lock_node(original: Any, self: KVCache, node: Any, path: Any) -> Any:
-        lease = original(self, node, path)
-        self.tree.dec_lock_ref(node, lease.receipt)
-        return lease
-
-    around(patch, KVCache, "lock_node", lock_node)
-
-
-@fault
 def a_middle_range_is_copied(patch: Patch) -> None:
     def add(original: Any, self: Moves, *arguments: Any) -> Any:
         move = original(self, *arguments)
@@ -75,37 +48,7 @@ def the_target_keeps_its_pages_private_after_a_failure(patch: Patch) -> None:
     around(patch, KVCache, "end_quietly", end)
 
 
-# ---------------------------------------------------------------- retirements
-
-
-@fault
-def the_lower_tier_is_not_retired(patch: Patch) -> None:
-    def init(original: Any, self: Moves, *arguments: Any) -> None:
-        original(self, *arguments)
-        self.upper.cache.below = None
-
-    around(patch, Moves, "__init__", init)
-
-
-@fault
-def a_lease_is_handed_out_after_a_retirement_in_the_middle_of_its_load(patch: Patch) -> None:
-    def finish(original: Any, self: Moves, move: Any, num_pages: int, is_whole: bool | None = None) -> Any:
-        move.source.retired = move.target.retired = False
-        return original(self, move, num_pages, is_whole)
-
-    around(patch, Moves, "finish", finish)
-
-
 # ---------------------------------------------------------------- counts
-
-
-@fault
-def a_loaded_token_is_counted_twice(patch: Patch) -> None:
-    def hand_out(original: Any, self: KVCache, lease: Any, prefix_len: int) -> None:
-        self.counters.tokens_reused += prefix_len - lease.prefix_len
-        original(self, lease, prefix_len)
-
-    around(patch, KVCache, "hand_out", hand_out)
 
 
 @late_fault
@@ -213,7 +156,7 @@ def a_walk_takes_leaves_out_of_the_queue(patch: Patch) -> None:
     around(patch, PrefixCache, "walk", walk)
 
 
-@pytest.mark.parametrize("plant", FAULTS.cases())
+@pytest.mark.parametrize("plant", [*FAULTS_OF_MOVES.cases(), *FAULTS.cases()])
 def test_a_planted_fault_is_found(plant: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
 

@@ -32,6 +32,17 @@ SLOT_BYTES = 100
 _SLICE = 3  # rows and pages
 
 
+async def result_of(writer: DiskWriter, task: Callable[[DiskStore], Any]) -> Any:
+    """Do work in a writer's thread; return its result, or raise its error."""
+    done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+    writer.submit(task, done.set_result)
+    async with asyncio.timeout(60):
+        result, error = await done
+    if error is not None:
+        raise error
+    return result
+
+
 class SmallDisk:
     """A cache of 64 pages above a disk of some records. All calls are made on the event loop.
 
@@ -108,13 +119,7 @@ class SmallDisk:
 
     async def work(self, task: Callable[[DiskStore], Any]) -> Any:
         """Do work in the writer's thread; return its result, or raise its error."""
-        done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self.writer.submit(task, done.set_result)
-        async with asyncio.timeout(60):
-            result, error = await done
-        if error is not None:
-            raise error
-        return result
+        return await result_of(self.writer, task)
 
     # ---------------------------------------------------------------- pages
 

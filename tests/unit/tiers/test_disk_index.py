@@ -299,23 +299,36 @@ def batch(space: int, number: int) -> list[IndexRow]:
     return [a_row(rng, space, 1 + number * BATCH + place, kind="full") for place in range(BATCH)]
 
 
+def space_with_a_batch(index: DiskIndex) -> int:
+    """Commit a batch of a new space, close the index, and return the space's number."""
+    space = a_space(index).number
+    index.commit(batch(space, 0))
+    index.close()
+    return space
+
+
+def kill_at(statement: str, folder: Path, change: Callable[[DiskIndex], object]) -> None:
+    """Make a change in a child process that is killed at a statement, or after the change."""
+
+    def work() -> None:
+        calls = FaultyFileCalls()
+        index = DiskIndex(str(folder), LAYOUT, calls=calls)
+        calls.kill(statement)
+        change(index)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(work) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("statement", ["BEGIN", "DELETE", "INSERT", "COMMIT", "after"])
 def test_a_commit_that_is_killed_is_whole_or_absent(
     opened: Callable[..., DiskIndex], statement: str, tmp_path: Path
 ) -> None:
-    index = opened()
-    space = a_space(index).number
-    index.commit(batch(space, 0))
-    index.close()
+    space = space_with_a_batch(opened())
+    deleted = [("full", row.record) for row in batch(space, 0)[:2]]
 
-    def work() -> None:
-        calls = FaultyFileCalls()
-        index = DiskIndex(str(tmp_path), LAYOUT, calls=calls)
-        calls.kill(statement)
-        index.commit(batch(space, 1), [("full", row.record) for row in batch(space, 0)[:2]])
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_at(statement, tmp_path, lambda index: index.commit(batch(space, 1), deleted))
 
-    assert in_child(work) == -signal.SIGKILL
     expected = batch(space, 0)[2:] + batch(space, 1) if statement == "after" else batch(space, 0)
     assert rows_of(DiskIndex(str(tmp_path), LAYOUT), space) == in_order(expected)
 
@@ -324,19 +337,10 @@ def test_a_commit_that_is_killed_is_whole_or_absent(
 def test_a_deletion_that_is_killed_is_whole_or_absent(
     opened: Callable[..., DiskIndex], statement: str, tmp_path: Path
 ) -> None:
-    index = opened()
-    space = a_space(index).number
-    index.commit(batch(space, 0))
-    index.close()
+    space = space_with_a_batch(opened())
 
-    def work() -> None:
-        calls = FaultyFileCalls()
-        index = DiskIndex(str(tmp_path), LAYOUT, calls=calls)
-        calls.kill(statement)
-        index.delete_spaces([space])
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_at(statement, tmp_path, lambda index: index.delete_spaces([space]))
 
-    assert in_child(work) == -signal.SIGKILL
     index = DiskIndex(str(tmp_path), LAYOUT)
     assert [found.number for found in index.spaces()] == ([] if statement == "after" else [space])
     assert a_space(index).number == space + 1

@@ -19,6 +19,7 @@ import pytest
 import torch
 from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.pool_pages import LAYOUTS, contents, random_pool
+from support.tiers.small_disk import result_of
 
 from raydix.actors.tiers.copier import Copied, Copier
 from raydix.actors.tiers.disk_copies import DiskCopies
@@ -122,13 +123,7 @@ class Disk:
 
     async def work(self, task: Callable[[DiskStore], Any]) -> Any:
         """Do work in the writer's thread; return its result, or raise its error."""
-        done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self.writer.submit(task, done.set_result)
-        async with asyncio.timeout(60):
-            result, error = await done
-        if error is not None:
-            raise error
-        return result
+        return await result_of(self.writer, task)
 
     async def space(self) -> int:
         space = await self.work(lambda store: store.index.add_space(None, "base", None, "v1"))
