@@ -123,7 +123,7 @@ class LockRequest(PydanticMessage):
     timeout_s: TimeoutSeconds = Field(
         default=0.0, description="seconds to wait for room for a load; then nothing is loaded; None: as configured"
     )
-    load: bool = Field(default=True, description="load what the tiers below have of the prefix")
+    load: bool = Field(default=True, description="load the part of the prefix that the tiers below have")
     load_timeout_s: TimeoutSeconds = Field(default=None, description="seconds for the load; None: as configured")
 
 
@@ -141,7 +141,7 @@ class AcquireRequest(Message):
         timeout_s: seconds to wait for room; None: as configured.
         resumed: the request was preempted before: it is counted apart.
         boundary_state: the lease gets a second state slot if there is one.
-        load: load what the tiers below have of the prefix, before the lease is handed out.
+        load: load the part of the prefix that the tiers below have, before the lease is handed out.
         load_timeout_s: seconds for the load; None: as configured. The lease then has the prefix that is there.
     """
 
@@ -342,7 +342,7 @@ class EvictRequest(PydanticMessage):
 
 
 class PrefetchRequest(PydanticMessage):
-    """Load into the pool what the tiers below have of the prefix of `tokens`, for no lease."""
+    """Load into the pool the part of the prefix of `tokens` that the tiers below have, for no lease."""
 
     token_field: ClassVar[str | None] = "tokens"
 

@@ -6,7 +6,7 @@ from raydix.actors.report.charts import Bar, Figure, Figures, Section, Table, Te
 from raydix.schemas import CacheStats, TierStats
 from raydix.schemas.shown import byte_size, counted, rate, short_count, shown
 
-_NOT_WHOLE = ("late", "failed")  # ends of a load whose request computes
+_NOT_WHOLE = ("late", "failed")  # ends of a load after which the request computes
 
 
 def host_section(stats: CacheStats, tier: TierStats) -> Section:
