@@ -53,6 +53,7 @@ class VllmSubscriber:
         self.batches: list[Any] = []
         self.num_gaps = 0
         self.is_synced = False  # has all blocks
+        self._is_asking = False  # reads a replay, which may begin before the payload that gives all blocks
         self._topic = topic.encode()
         self._decoder = msgspec.msgpack.Decoder(batch_type or recorded_batch())
         self._context = zmq.asyncio.Context()
@@ -88,6 +89,7 @@ class VllmSubscriber:
         """Stop to read; batches wait until there are too many."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._is_asking = False
 
     def go_on(self, reconnect: bool = False) -> None:
         """Read on; after a new connection, without the batches that wait."""
@@ -121,7 +123,7 @@ class VllmSubscriber:
         await self.until(lambda: all(exporter._seqs[tier] >= seq for tier, seq in seqs.items()))
         assert exporter._publisher is not None
         last = exporter._publisher.next_number - 1
-        await self.until(lambda: self.number >= last)
+        await self.until(lambda: self.number >= last and not self._is_asking)
         if self._replay is None:
             await self.until(lambda: self.is_synced)  # a snapshot is on its way
         assert self.is_synced, "batches are missing"
@@ -175,12 +177,14 @@ class VllmSubscriber:
 
     async def _ask_from(self, first: int) -> None:
         assert self._replay is not None
+        self._is_asking = True
         await self._replay.send_multipart((b"", first.to_bytes(8, "big")))
         while True:
             empty, topic, number, payload = await self._replay.recv_multipart()
             assert empty == b""
             if number == END_OF_REPLAY:
                 assert (topic, payload) == (b"", b"")
+                self._is_asking = False
                 return
             assert topic == self._topic
             if int.from_bytes(number, "big") > self.number:  # else both replays have it
