@@ -10,6 +10,7 @@ from raydix.schemas.lazy_names import lazy_names
 if TYPE_CHECKING:
     from raydix.schemas.config import (
         CacheConfig,
+        DiskConfig,
         EvictionConfig,
         GhostConfig,
         HostConfig,
@@ -159,6 +160,7 @@ __all__ = [
     "CheckInvariantsRequest",
     "CloseSession",
     "ConfigMismatch",
+    "DiskConfig",
     "EventSnapshotRequest",
     "EvictRequest",
     "EvictResponse",
@@ -254,7 +256,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "config": "CacheConfig EvictionConfig GhostConfig HostConfig LeaseConfig MetricsConfig PoolConfig",
+        "config": ("CacheConfig DiskConfig EvictionConfig GhostConfig HostConfig LeaseConfig MetricsConfig PoolConfig"),
         "errors": (
             "CacheBusy CacheError CacheUnavailable ConfigMismatch InvalidRequest LeaseExpired PoolExhausted "
             "StaleEpoch UnknownLease"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import re
 import warnings
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from raydix.schemas.segment import Segment, bytes_of, check_segments
+from raydix.schemas.shown import brief
 from raydix.schemas.tenants import TenantConfig, check_tenants
 
 MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
@@ -333,6 +335,83 @@ class HostConfig(_Config):
         return self
 
 
+class DiskConfig(_Config):
+    """A tier on a local disk, below the host tier or below a pool in host memory. It is warm after a restart.
+
+    A file has records of the pool's pages, another one those of window halves, a third one those of states.
+    """
+
+    path: str = Field(min_length=1, max_length=4096, description="an existing folder, absolute")
+    num_slots: int | None = Field(
+        default=None, gt=0, le=MAX_SLOTS, description="token slots, a multiple of page_size; None: as size says"
+    )
+    size: int | None = Field(
+        default=None, gt=0, description="bytes of the disk, divided in the pool's proportion; None: as num_slots says"
+    )
+    num_swa_slots: int | None = Field(
+        default=None, gt=0, le=MAX_SLOTS, description="window slots; None: in proportion to the pool's"
+    )
+    num_state_slots: int | None = Field(
+        default=None, gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's"
+    )
+    admit: Literal["second_use", "all"] = Field(
+        default="second_use",
+        description="which KV is written. second_use: a page at its second use, wherever it lies; all: a page that is "
+        "among the coldest in memory",
+    )
+    reserve: float = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="admit='all': share of the lowest tier in memory that is kept free or written: the KV evicted next",
+    )
+    write_mib_s: float | None = Field(
+        default=256.0, gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit"
+    )
+    direct_io: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="read and write past the page cache. auto: where the file system can; off also allows a file "
+        "system on another machine",
+    )
+    load_timeout_s: float = Field(
+        default=5.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="how long a lease waits for its load by default, and a retirement for the disk; 0: nothing is "
+        "loaded",
+    )
+    flush_s: float = Field(
+        default=10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="how long a cache that ends writes the KV that is due, at most",
+    )
+    fingerprint: str = Field(
+        default="",
+        max_length=4096,
+        description="names the model of all KV for which no model is bound; empty: such KV is not kept",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_absolute(cls, path: str) -> str:
+        if not path.startswith("/") or "\0" in path:
+            raise ValueError(
+                f"must be an absolute path, such as /nvme/raydix, not {brief(path)}: a cache's process may have "
+                "another working directory"
+            )
+        return path
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> Self:
+        if (self.num_slots is None) == (self.size is None):
+            raise ValueError("disk needs num_slots or size, one of them")
+        if self.size is not None and (self.num_swa_slots is not None or self.num_state_slots is not None):
+            name = "num_swa_slots" if self.num_swa_slots is not None else "num_state_slots"
+            raise ValueError(f"disk.size is divided in the pool's proportion: leave out {name}, or give num_slots")
+        return self
+
+
 class TierSizes(NamedTuple):
     """The slots of a tier's pools; 0 where the cache has no windows, or no states."""
 
@@ -416,6 +495,11 @@ with warnings.catch_warnings():
         pool: PoolConfig
         host: HostConfig | None = Field(
             default=None, description="a tier in host memory below the pool; kinds radix and mamba; None: there is none"
+        )
+        disk: DiskConfig | None = Field(
+            default=None,
+            description="a tier on a local disk below the host tier, or below a pool in host memory; kinds radix and "
+            "mamba; None: there is none",
         )
         eviction: EvictionConfig = EvictionConfig()
         leases: LeaseConfig = LeaseConfig()
@@ -561,7 +645,7 @@ with warnings.catch_warnings():
 
         @model_validator(mode="after")
         def _kind_has_a_host_tier(self) -> Self:
-            host, page = self.host, self.page_size
+            host = self.host
             if host is None:
                 return self
             if self.kind not in ("radix", "mamba"):
@@ -571,17 +655,39 @@ with warnings.catch_warnings():
                     "host needs eviction.high_watermark below 1.0: the background task writes KV to the host before it "
                     "is evicted. Only a cache without tensors takes 1.0"
                 )
-            if host.num_swa_slots is not None and self.sliding_window_size is None:
-                raise ValueError("host.num_swa_slots needs sliding_window_size: leave it out")
-            if host.num_state_slots is not None and self.kind != "mamba":
-                raise ValueError("host.num_state_slots is for kind 'mamba': leave it out")
-            for name, number in (("num_slots", host.num_slots), ("num_swa_slots", host.num_swa_slots or 0)):
+            self._check_slots("host", host)
+            return self
+
+        @model_validator(mode="after")
+        def _kind_has_a_disk_tier(self) -> Self:
+            disk = self.disk
+            if disk is None:
+                return self
+            if self.kind not in ("radix", "mamba"):
+                raise ValueError(f"disk is for kinds 'radix' and 'mamba', not {self.kind!r}")
+            if self.host is None and self.pool.may_lie_on_gpu:
+                raise ValueError(
+                    f"disk needs a tier in host memory above it: set pool.device to 'cpu', not {self.pool.device!r}, "
+                    "or add CacheConfig.host"
+                )
+            if disk.size is not None and not self.pool.has_tensors:
+                raise ValueError("disk.size is in bytes, and this cache keeps no KV: give disk.num_slots")
+            self._check_slots("disk", disk)
+            return self
+
+        def _check_slots(self, name: str, tier: HostConfig | DiskConfig) -> None:
+            """Raise ValueError if a tier has slots that the cache's kind has not, or no whole pages."""
+            if tier.num_swa_slots is not None and self.sliding_window_size is None:
+                raise ValueError(f"{name}.num_swa_slots needs sliding_window_size: leave it out")
+            if tier.num_state_slots is not None and self.kind != "mamba":
+                raise ValueError(f"{name}.num_state_slots is for kind 'mamba': leave it out")
+            page = self.page_size
+            for field, number in (("num_slots", tier.num_slots or 0), ("num_swa_slots", tier.num_swa_slots or 0)):
                 if number % page:
                     raise ValueError(
-                        f"host.{name} ({number}) must be a multiple of page_size ({page}): set it to "
+                        f"{name}.{field} ({number}) must be a multiple of page_size ({page}): set it to "
                         f"{_multiple(number, page)}, say"
                     )
-            return self
 
         @model_validator(mode="after")
         def _kind_has_a_ghost(self) -> Self:
@@ -596,21 +702,66 @@ with warnings.catch_warnings():
             Raises:
                 ValueError: the cache has no host tier.
             """
-            host, pool, page = self.host, self.pool, self.page_size
-            if host is None:
+            if self.host is None:
                 raise ValueError("this cache has no host tier: set CacheConfig.host")
-            share, num_swa, num_states = host.num_slots / pool.num_slots, 0, 0
+            return self._sizes_of(self.host, self.host.num_slots)
+
+        def disk_sizes(self, page_bytes: int = 0, half_bytes: int = 0, state_bytes: int = 0) -> TierSizes:
+            """Return the slots of the disk tier's pools. Those that `disk` leaves out are in proportion to the pool's.
+
+            Args:
+                page_bytes, half_bytes, state_bytes: that the record of a page, of a window half, and of a state take
+                    on the disk, their rows in the index included. `disk.size` is divided by them.
+
+            Raises:
+                ValueError: the cache has no disk tier, or its size has no room for one record of each kind, or for
+                    more slots than a tier can have.
+            """
+            disk, pool, page = self.disk, self.pool, self.page_size
+            if disk is None:
+                raise ValueError("this cache has no disk tier: set CacheConfig.disk")
+            if disk.num_slots is not None:
+                return self._sizes_of(disk, disk.num_slots)
+            assert disk.size is not None
+            num_halves = 0 if self.sliding_window_size is None else (pool.num_swa_slots or pool.num_slots) // page
+            in_pool = pool.num_slots // page, num_halves, pool.num_state_slots
+            record_bytes = page_bytes, half_bytes, state_bytes
+            if not (pool_bytes := sum(map(operator.mul, in_pool, record_bytes))):
+                raise ValueError("disk.size is in bytes, and the pool's records have none: give disk.num_slots")
+            least = sum(num_bytes for number, num_bytes in zip(in_pool, record_bytes, strict=True) if number)
+            if disk.size < least:
+                raise ValueError(
+                    f"disk.size must have room for a record of each kind, {least:,} bytes, not {disk.size:,} bytes"
+                )
+            numbers = [max(1, disk.size * number // pool_bytes) if number else 0 for number in in_pool]
+            for place, num_bytes in enumerate(record_bytes):  # A kind of which the share is no record gets one.
+                over = sum(map(operator.mul, numbers, record_bytes)) - disk.size
+                if over > 0 and num_bytes and numbers[place]:
+                    numbers[place] = max(1, numbers[place] - -(-over // num_bytes))
+            sizes = TierSizes(numbers[0] * page, numbers[1] * page, numbers[2])
+            if max(sizes) > MAX_SLOTS:
+                raise ValueError(
+                    f"disk.size ({disk.size:,} bytes) is room for {max(sizes):,} slots, and a tier has {MAX_SLOTS:,} "
+                    "at most: make it smaller, or page_size larger"
+                )
+            return sizes
+
+        def _sizes_of(self, tier: HostConfig | DiskConfig, num_slots: int) -> TierSizes:
+            """Return the slots of a tier's pools, those that it leaves out in proportion to the pool's."""
+            pool, page = self.pool, self.page_size
+            share, num_swa, num_states = num_slots / pool.num_slots, 0, 0
             if self.sliding_window_size is not None:
                 in_pool = pool.num_swa_slots or pool.num_slots
-                num_swa = host.num_swa_slots or max(page, int(share * in_pool) // page * page)
+                num_swa = tier.num_swa_slots or max(page, int(share * in_pool) // page * page)
             if self.kind == "mamba":
-                num_states = host.num_state_slots or max(1, int(share * pool.num_state_slots))
-            return TierSizes(host.num_slots, num_swa, num_states)
+                num_states = tier.num_state_slots or max(1, int(share * pool.num_state_slots))
+            return TierSizes(num_slots, num_swa, num_states)
 
         @property
         def tiers_below(self) -> dict[str, str]:
             """The tiers below the pool, by name, each with its medium. The pool is the tier "device"."""
-            return {} if self.host is None else {"host": "CPU"}
+            below = {"host": "CPU"} if self.host is not None else {}
+            return below if self.disk is None else below | {"disk": "STORAGE"}
 
         @property
         def stride_tokens(self) -> int:

@@ -165,7 +165,7 @@ def _read_host_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
     given = [field for field in ("num_swa_slots", "num_slots") if isinstance(host.get(field), str)]
     if not given:
         return
-    config = CacheConfig.model_validate(tree | {"host": None})
+    config = CacheConfig.model_validate(tree | {"host": None, "disk": None})
     tree["host"] = host = dict(host)
     in_pool = {"num_slots": config.pool.num_slots, "num_swa_slots": config.pool.num_swa_slots or config.pool.num_slots}
     for field in given:

@@ -4,11 +4,14 @@ import pickle
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from raydix.actors.service.config_difference import config_difference
 from raydix.schemas import (
     CacheConfig,
+    DiskConfig,
     EvictionConfig,
     GhostConfig,
     HostConfig,
@@ -404,6 +407,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "events_stride_tokens": 64,
         "ghost": GhostConfig(),
         "host": HostConfig(num_slots=64),
+        "disk": DiskConfig(path="/disk", num_slots=64),
         "json_logs": True,
         "metrics": MetricsConfig(),
         "tenants": (TenantConfig(name="a", floor_slots=8),),
@@ -537,7 +541,20 @@ DEFAULTS: dict[int, dict[type[BaseModel], dict[str, Any]]] = {
 
 DEFAULTS[2] = DEFAULTS[3] = DEFAULTS[4] = DEFAULTS[5] = DEFAULTS[6] = DEFAULTS[1]
 DEFAULTS[7] = DEFAULTS[1] | {
-    CacheConfig: DEFAULTS[1][CacheConfig] | {"host": None},
+    CacheConfig: DEFAULTS[1][CacheConfig] | {"host": None, "disk": None},
+    DiskConfig: {
+        "num_slots": None,
+        "size": None,
+        "num_swa_slots": None,
+        "num_state_slots": None,
+        "admit": "second_use",
+        "reserve": 0.1,
+        "write_mib_s": 256.0,
+        "direct_io": "auto",
+        "load_timeout_s": 5.0,
+        "flush_s": 10.0,
+        "fingerprint": "",
+    },
     HostConfig: {
         "num_swa_slots": None,
         "num_state_slots": None,
@@ -640,3 +657,114 @@ def test_the_sizes_of_a_host_tier_are_in_proportion_unless_given() -> None:
     assert config.model_copy(update={"host": given}).host_sizes == (160, 8, 1)
     with pytest.raises(ValueError, match="no host tier"):
         _ = CONFIG.host_sizes
+
+
+CPU_POOL = POOL.model_copy(update={"device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "disk", "message"),
+    [
+        ({"kind": "chunk"}, {}, "disk is for kinds 'radix' and 'mamba', not 'chunk'"),
+        ({"kind": "trie"}, {}, "disk is for kinds 'radix' and 'mamba', not 'trie'"),
+        ({"kind": "slots", "max_seq_len": 16}, {}, "disk is for kinds 'radix' and 'mamba', not 'slots'"),
+        ({"pool": POOL}, {}, "set pool.device to 'cpu', not 'auto', or add CacheConfig.host"),
+        ({}, {"path": ""}, "path"),
+        ({}, {"path": "disk"}, "must be an absolute path, such as /nvme/raydix, not 'disk'"),
+        ({}, {"path": "~/disk"}, "must be an absolute path"),
+        ({}, {"path": "/disk\0"}, "must be an absolute path"),
+        ({}, {"path": "/" + "d" * 5000}, "path"),
+        ({}, {"num_slots": None}, "disk needs num_slots or size, one of them"),
+        ({}, {"size": 2**20}, "disk needs num_slots or size, one of them"),
+        ({}, {"num_slots": 0}, "num_slots"),
+        ({}, {"num_slots": 2**31}, "num_slots"),
+        ({}, {"num_slots": 66}, r"disk.num_slots \(66\) must be a multiple of page_size \(4\): set it to 64"),
+        ({}, {"num_slots": None, "size": 0}, "size"),
+        ({}, {"num_slots": None, "size": "1TiB"}, "size"),
+        (
+            {"pool": PoolConfig(num_slots=8)},
+            {"num_slots": None, "size": 2**20},
+            "disk.size is in bytes, and",
+        ),
+        ({}, {"num_slots": None, "size": 2**20, "num_swa_slots": 8}, "leave out num_swa_slots, or give num_slots"),
+        ({}, {"num_slots": None, "size": 2**20, "num_state_slots": 8}, "leave out num_state_slots, or give num_slots"),
+        ({}, {"num_swa_slots": 8}, "disk.num_swa_slots needs sliding_window_size"),
+        ({"sliding_window_size": 8}, {"num_swa_slots": 6}, r"disk.num_swa_slots \(6\) must be a multiple"),
+        ({}, {"num_state_slots": 8}, "disk.num_state_slots is for kind 'mamba'"),
+        ({}, {"admit": "none"}, "admit"),
+        ({}, {"reserve": 0}, "reserve"),
+        ({}, {"reserve": 1}, "reserve"),
+        ({}, {"write_mib_s": 0}, "write_mib_s"),
+        ({}, {"write_mib_s": float("inf")}, "write_mib_s"),
+        ({}, {"direct_io": True}, "direct_io"),
+        ({}, {"load_timeout_s": -1}, "load_timeout_s"),
+        ({}, {"flush_s": float("nan")}, "flush_s"),
+        ({}, {"fingerprint": "f" * 5000}, "fingerprint"),
+        ({}, {"policy": "lru"}, "policy"),
+    ],
+)
+def test_a_disk_tier_that_does_not_fit_is_refused(fields: dict[str, Any], disk: dict[str, Any], message: str) -> None:
+    values = {"path": "/disk", "num_slots": 64} | disk
+
+    with pytest.raises(ValidationError, match=message):
+        CacheConfig(**{"page_size": 4, "pool": CPU_POOL} | fields, disk=DiskConfig(**values))
+
+
+def test_a_disk_lies_below_the_host_or_a_pool_in_host_memory() -> None:
+    disk = DiskConfig(path="/disk", num_slots=64)
+
+    assert CacheConfig(page_size=4, pool=CPU_POOL, disk=disk).tiers_below == {"disk": "STORAGE"}
+    below_host = CacheConfig(page_size=4, pool=POOL, host=HostConfig(num_slots=64), disk=disk)
+    assert below_host.tiers_below == {"host": "CPU", "disk": "STORAGE"}
+    assert CacheConfig(pool=PoolConfig(num_slots=8), disk=disk).disk_sizes() == (64, 0, 0)
+
+
+def test_the_slots_of_a_disk_tier_are_in_proportion_unless_given() -> None:
+    pool = PoolConfig(num_slots=64, num_swa_slots=16, num_state_slots=3, device="cpu")
+    disk = DiskConfig(path="/disk", num_slots=160)
+    config = CacheConfig(kind="mamba", page_size=4, pool=pool, sliding_window_size=8, disk=disk)
+    named = DiskConfig(path="/disk", num_slots=160, num_swa_slots=8, num_state_slots=1)
+
+    assert config.disk_sizes() == (160, 40, 7)
+    assert config.model_copy(update={"disk": named}).disk_sizes() == (160, 8, 1)
+    with pytest.raises(ValueError, match="no disk tier"):
+        CONFIG.disk_sizes()
+
+
+HYBRID = PoolConfig(
+    num_slots=64,
+    num_layers=3,
+    num_kv_heads=1,
+    head_dim=4,
+    num_swa_slots=16,
+    num_state_slots=4,
+    device="cpu",
+    layer_kinds=("full", "swa", "state"),
+    state_shapes=((3,),),
+)
+
+
+@given(st.integers(1, 10**7), st.integers(0, 10**5), st.integers(0, 10**5), st.integers(0, 10**5))
+def test_a_size_in_bytes_is_divided_in_the_proportion_of_the_pool(size: int, page: int, half: int, state: int) -> None:
+    disk = DiskConfig(path="/disk", size=size)
+    config = CacheConfig(kind="mamba", page_size=4, pool=HYBRID, sliding_window_size=8, disk=disk)
+    in_pool = 16 * page + 4 * half + 4 * state
+
+    if not in_pool or size < page + half + state:
+        with pytest.raises(ValueError, match=r"disk\.size"):
+            config.disk_sizes(page, half, state)
+        return
+    sizes = config.disk_sizes(page, half, state)
+
+    pages, halves, states = sizes.num_slots // 4, sizes.num_swa_slots // 4, sizes.num_state_slots
+    assert sizes.num_slots % 4 == sizes.num_swa_slots % 4 == 0 and min(pages, halves, states) >= 1
+    assert pages * page + halves * half + states * state <= size
+    if size >= in_pool:
+        assert (pages, halves, states) == (16 * size // in_pool, 4 * size // in_pool, 4 * size // in_pool)
+
+
+def test_a_size_for_more_slots_than_a_tier_can_have_is_refused() -> None:
+    config = CacheConfig(page_size=4, pool=CPU_POOL, disk=DiskConfig(path="/disk", size=2**50))
+
+    with pytest.raises(ValueError, match="a tier has 2,147,418,112 at most"):
+        config.disk_sizes(4096)
