@@ -454,11 +454,22 @@ class KVCache(LeasedCache):
         Args:
             notify: as in `end_quietly`.
         """
+        self._uncount_fill(lease)
+        self.end_quietly(lease, notify=notify)
+
+    def give_up_fill(self, lease: LeaseRecord) -> None:
+        """Take a lease from its session while a load fills it. Its session may open another one of the same id.
+
+        Its request is uncounted as by `take_back_fill`. The lease stays open until the load has ended.
+        """
+        self._uncount_fill(lease)
+        self.leases.give_up_fill(lease)
+
+    def _uncount_fill(self, lease: LeaseRecord) -> None:
         if lease.filling_for:
             self.count_request(lease, -1)
             for observer in self.observers:
                 observer.ended(lease)
-        self.end_quietly(lease, notify=notify)
 
     def _trim(self, lease: LeaseRecord) -> None:
         """Free the private pages of a lease that only locks."""

@@ -323,6 +323,13 @@ class LeaseTable:
         self.ended.add(session_id, lease_id)
         return lease
 
+    def give_up_fill(self, lease: LeaseRecord) -> None:
+        """Let a lease that is being filled be for no session any more. Its id may be used again: it gets another."""
+        lease.filling_for = ""
+        self.drop(lease)
+        lease.lease_id = self.new_id()
+        self.add(lease)
+
     def of_clients(self) -> Iterator[tuple[str, LeaseRecord]]:
         """Yield the open leases of clients, the oldest first, each with its session; those that are being filled, too.
 

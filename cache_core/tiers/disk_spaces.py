@@ -7,7 +7,7 @@ current when its models are bound to its namespace; of several, the youngest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -197,15 +197,21 @@ class DiskSpaces:
 
         Call it before the cache retires the namespaces. Nothing of the spaces can become current again.
         """
-        numbers = [space.number for space in self._spaces.values() if is_meant(space.namespace)]
-        for number in numbers:
-            space = self._ended[number] = self._spaces.pop(number)
+        return self._end([space for space in self._spaces.values() if is_meant(space.namespace)])
+
+    def retire_space(self, space: DiskSpace) -> list[int]:
+        """Do `retire` for one space."""
+        return self._end([space])
+
+    def _end(self, spaces: Sequence[DiskSpace]) -> list[int]:
+        for space in spaces:
+            self._ended[space.number] = self._spaces.pop(space.number)
             if space.builder is not None:
                 space.builder.cancel()
                 space.builder = None
             if self._current.get(space.namespace) is space:
                 del self._current[space.namespace]
-        return numbers
+        return [space.number for space in spaces]
 
     def deleted(self, numbers: Iterable[int]) -> None:
         """Free the dormant records of retired spaces, when their deletion is committed."""

@@ -8,7 +8,10 @@ A write (a demotion) copies down what eviction would drop next, and evicts nothi
 pages of a lease before its session gets the lease. The leases of a move stand under the session `TIERS` of both
 caches, so each pool's accounting holds as it is; a lease that is being filled names its session in `filling_for`.
 
-Rules, checked by `check_invariants`:
+Three tiers have three `Moves`: between the neighbours, and between the first tier and the third. Each lease of a move
+belongs to the `Moves` that has opened it.
+
+Rules, checked by `check_invariants`, and by `check_all` for all `Moves` of a cache together:
 
 1. Each tier's own rules hold.
 2. The leases under `TIERS` are exactly the ends of the moves in flight. Without a move there are none.
@@ -23,7 +26,7 @@ Rules, checked by `check_invariants`:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -83,23 +86,27 @@ class _Missing(NamedTuple):
 
 
 class Moves:
-    """Plans the moves between two tiers, and ends them. The lower cache is reset and retired with the upper one.
+    """Plans the moves between two tiers, and ends them.
 
     Args:
         upper, lower: the tiers; both caches have the same page size, window and kind.
         bytes_per_page: of a page at both ends, for the size of a batch; 0: an index without KV.
+        are_neighbours: the lower cache is reset and retired with the upper one. False: it is with a tier between them.
 
     Attributes:
         counts: of moves since the start.
         batch_pages: pages of one plan of writes, at most. A window is moved whole: it alone may be larger.
+        is_kept: returns whether pages of a namespace may be written to the lower tier.
     """
 
-    def __init__(self, upper: Tier, lower: Tier, bytes_per_page: int = 0) -> None:
+    def __init__(self, upper: Tier, lower: Tier, bytes_per_page: int = 0, *, are_neighbours: bool = True) -> None:
         self.upper = upper
         self.lower = lower
         self.counts = MoveCounts()
+        self.is_kept: Callable[[str | None], bool] = lambda extra_key: True
         cache = upper.cache
-        cache.below = lower.cache
+        if are_neighbours:
+            cache.below = lower.cache
         most = cache.num_slots // cache.page_size // _BATCHES_OF_POOL
         self.batch_pages = max(1, min(most, BATCH_BYTES // bytes_per_page) if bytes_per_page else most)
         self._page_size = cache.page_size
@@ -214,6 +221,12 @@ class Moves:
         self._walk, self._num_passed = self.upper.cache.radix.walk(), 0
         self._num_below.clear()
 
+    def ask_again(self) -> None:
+        """Ask the lower tier about all nodes again: it takes pages of more namespaces now."""
+        self._covered.clear()
+        self._covered_before.clear()
+        self._end_round()
+
     def _end_round(self) -> None:
         """Let the next plan begin with the coldest leaf again."""
         self._walk, self._num_passed = None, 0
@@ -291,7 +304,7 @@ class Moves:
         """Return the part of a node's path that the lower tier needs, so that a match ends there as it does here."""
         radix = self.upper.cache.radix
         end = radix.usable_above(node)
-        if not end.data:
+        if not end.data or not self.is_kept(end.namespace.extra_key):
             return None
         path = radix.path_to(end)
         usable, full = self.lower.cache.radix.cached_lens(path.key)
@@ -301,7 +314,12 @@ class Moves:
         return _Missing(end, path, min(full, live_from), live_from)
 
     def _is_being_read(self, missing: _Missing) -> bool:
-        """Return whether a write in flight copies some of the pages, or moves the state."""
+        """Return whether a write in flight copies some of the pages, or moves the state.
+
+        Pages that a write has let go may have been computed again.
+        """
+        if any(move.has_let_go for move in self._in_flight) and self._is_being_written(missing, missing.node.end):
+            return True
         pages = missing.path.starts[missing.first // self._page_size :].tolist()
         if not pages:
             return any(move.source.node is missing.node for move in self._in_flight)
@@ -355,22 +373,34 @@ class Moves:
         self._num_loads += is_load
         return move
 
-    def plan_write(self, node: TreeNode, num_pages: int) -> Move | None:
+    def plan_write(self, node: TreeNode, num_pages: int, others: Iterable[Moves] = ()) -> Move | None:
         """Begin to write a node, and the nodes above it that the lower tier lacks, up to about so many pages.
+
+        Args:
+            others: other moves into the lower tier.
 
         Returns:
             None: the lower tier has all of it or no room, or another write copies a part of it.
         """
         if not node.namespace.live or (found := self._missing(node)) is None or self._is_being_read(found):
             return None
-        stop, first = self._stop_within(found, num_pages), found.first + self._page_size
-        for move in self._in_flight:
-            # A page that another write has let go may have been computed again.
-            is_written = not move.is_load and not move.is_retired and move.first < stop and found.first < move.stop
-            shared = max(first, move.first + self._page_size)
-            if is_written and move.key[:shared] == found.path.key[:shared]:
-                return None
+        stop = self._stop_within(found, num_pages)
+        if any(moves._is_being_written(found, stop) for moves in (self, *others)):
+            return None
         return self._begin_write(found, stop)
+
+    def _is_being_written(self, missing: _Missing, stop: int) -> bool:
+        """Return whether a write in flight copies a page of a path up to a token.
+
+        A page that a write has let go may have been computed again, and may lie in another tier, too.
+        """
+        first = missing.first + self._page_size
+        for move in self._in_flight:
+            is_near = not move.is_load and not move.is_retired and move.first < stop and missing.first < move.stop
+            shared = max(first, move.first + self._page_size)
+            if is_near and move.key[:shared] == missing.path.key[:shared]:
+                return True
+        return False
 
     def let_go(self, move: Move) -> None:
         """Unlock the source of a write: all of it is in a buffer. `finish` ends the move."""
@@ -570,6 +600,11 @@ class Moves:
         """Let the copier stop at its next chunk. It calls `finish` as usual, with the pages that it has copied."""
         move.is_cancelled = True
 
+    def give_up(self, move: Move) -> None:
+        """Take the lease that a load fills from its request, which begins again. The load goes on for no request."""
+        assert move in self._in_flight and move.is_load
+        self.upper.cache.give_up_fill(move.target)
+
     def finish(self, move: Move, num_pages: int, is_whole: bool | None = None) -> Finished:
         """End a move: publish the copied pages, and end its leases. The copier no longer reads or writes its slots.
 
@@ -648,24 +683,14 @@ class Moves:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of this module is broken. O(n)."""
+        check_all((self,))
+
+    def check_own(self) -> None:
+        """Raise AssertionError if a rule of single moves is broken. O(n)."""
         moves = list(self._in_flight)
-        live = [move for move in moves if not move.is_retired]
-        for tier in (self.upper, self.lower):
-            tier.cache.check_invariants()
-            ends = {lease.lease_id for move in moves for place, lease in _ends_of(move) if place is tier}
-            open_leases = {lease.lease_id for lease in tier.cache.leases.of_session(TIERS)}
-            assert open_leases == ends, f"rule 2 at tier {tier.name}: {open_leases ^ ends}"
-        for move, other in combinations(live, 2):
-            stop = min(move.stop, other.stop)
-            at = max(move.first, other.first)
-            is_same = move.is_load == other.is_load and at < stop
-            shared = at + self._page_size
-            assert not is_same or move.key[:shared] != other.key[:shared], f"rule 3: both moves copy token {at}"
         assert self._num_loads == sum(move.is_load for move in moves), "loads in flight are counted"
         for move in moves:
             self._check_ends(move)
-        loaded, reused = self.counts.loaded, self.upper.cache.counters
-        assert loaded <= reused.tokens_reused + reused.tokens_reused_resumed, f"rule 6: {loaded=}"
 
     def _check_ends(self, move: Move) -> None:
         page = self._page_size
@@ -683,3 +708,28 @@ def _ends_of(move: Move) -> Iterator[tuple[Tier, LeaseRecord]]:
     yield move.target_tier, move.target
     if move.spare is not None:
         yield move.target_tier, move.spare
+
+
+def check_all(all_moves: Sequence[Moves]) -> None:
+    """Raise AssertionError if a rule of this module is broken. O(n).
+
+    Args:
+        all_moves: all `Moves` of the tiers.
+    """
+    moves = [move for some in all_moves for move in some.in_flight]
+    for tier in dict.fromkeys(tier for some in all_moves for tier in (some.upper, some.lower)):
+        tier.cache.check_invariants()
+        ends = {lease.lease_id for move in moves for place, lease in _ends_of(move) if place is tier}
+        open_leases = {lease.lease_id for lease in tier.cache.leases.of_session(TIERS)}
+        assert open_leases == ends, f"rule 2 at tier {tier.name}: {open_leases ^ ends}"
+        loaded = sum(some.counts.loaded for some in all_moves if some.upper is tier)
+        reused = tier.cache.counters
+        assert loaded <= reused.tokens_reused + reused.tokens_reused_resumed, f"rule 6 at tier {tier.name}: {loaded=}"
+    for move, other in combinations([move for move in moves if not move.is_retired], 2):
+        stop = min(move.stop, other.stop)
+        at = max(move.first, other.first)
+        is_same = move.target_tier is other.target_tier and at < stop
+        shared = at + move.source_tier.cache.page_size
+        assert not is_same or move.key[:shared] != other.key[:shared], f"rule 3: both moves copy token {at}"
+    for some in all_moves:
+        some.check_own()

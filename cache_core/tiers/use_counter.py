@@ -1,0 +1,101 @@
+"""`UseCounter`: counts which pages requests use, and finds those that are used for the second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import numpy as np
+
+from raydix.cache_core.leases.kv_cache import KVCache
+from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
+from raydix.cache_core.tiers.second_use import SecondUse
+from raydix.cache_core.tree.hashing import int64s
+from raydix.cache_core.tree.page_hashes import chain_hashes
+from raydix.cache_core.tree.radix_key import RadixKey
+from raydix.cache_core.tree.tree_node import TreeNode
+
+
+class UseCounter:
+    """Counts the uses of pages: an observer of the first tier.
+
+    A request uses the pages that it publishes, and those that it hits, in whatever tier they lay. The former are
+    counted when they are published, the latter when its lease ends. A request that was preempted and resumed counts
+    once. Pages are known by the hashes that their nodes keep.
+
+    Args:
+        cache: of the first tier.
+        uses: the memory of uses.
+        salt_of: returns the salt of a namespace's uses, which changes when it is retired; None: its pages are not
+            counted.
+        on_due: called with a tree's key when its last page, and perhaps others, are used for the second time.
+
+    Attributes:
+        num_uses: pages that were counted.
+        num_first_uses: pages that were counted and not known.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        uses: SecondUse,
+        salt_of: Callable[[str | None], int | None],
+        on_due: Callable[[RadixKey], object],
+    ) -> None:
+        self.num_uses = 0
+        self.num_first_uses = 0
+        self._cache = cache
+        self._uses = uses
+        self._salt_of = salt_of
+        self._on_due = on_due
+        self._counted: dict[str, int] = {}  # lease id -> published pages that were counted, or hit
+
+    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+        """Do nothing: hits are counted when the lease ends."""
+
+    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
+        """Do nothing: the loaded pages are hits."""
+
+    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
+        """Do nothing: the request uses no page."""
+
+    def published(self, lease: LeaseRecord) -> None:
+        """Count the pages that a lease has published for its request."""
+        if lease.session_id == TIERS or lease.retired:
+            return
+        first = max(lease.prefix_len // self._cache.page_size, self._counted.get(lease.lease_id, 0))
+        if lease.num_published_pages > first:
+            self._counted[lease.lease_id] = lease.num_published_pages
+            self._count(lease, first, lease.num_published_pages)
+
+    def ended(self, lease: LeaseRecord) -> None:
+        """Count the pages that a lease has hit, unless its request begins again."""
+        self._counted.pop(lease.lease_id, None)
+        if lease.session_id != TIERS and not lease.retired:
+            self._count(lease, 0, lease.prefix_len // self._cache.page_size)
+
+    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
+        """Do nothing: the namespaces have other salts now."""
+
+    def _count(self, lease: LeaseRecord, first: int, stop: int) -> None:
+        """Count pages [first, stop) of a lease. If leading ones were used before, they are due."""
+        salt = None if lease.resumed or stop <= first else self._salt_of(lease.key.extra_key)
+        if salt is None:
+            return
+        known = self._uses.count(int64s(self._digests(lease.node, first, stop)), salt)
+        num_known = int(np.count_nonzero(known))
+        self.num_uses += len(known)
+        self.num_first_uses += len(known) - num_known
+        leading = num_known if num_known == len(known) else int(np.argmin(known))
+        if leading:
+            self._on_due(self._cache.tree_key(lease.key)[: (first + leading) * self._cache.page_size])
+
+    def _digests(self, node: TreeNode, first: int, stop: int) -> list[bytes]:
+        """Return the first 64 bits of the digests of pages [first, stop) on the path to a node."""
+        page, parts = self._cache.page_size, list[list[str]]()
+        while node.data and node.end > first * page:
+            begin = (node.end - len(node)) // page
+            parts.append(chain_hashes(node, page)[max(0, first - begin) : max(0, stop - begin)])
+            assert node.parent is not None
+            node = node.parent
+        return [bytes.fromhex(digest[:16]) for digest in chain.from_iterable(reversed(parts))]

@@ -1,0 +1,162 @@
+"""Three tiers: the `Moves` of a pool, a host tier and a disk tier over the same caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from support.caches.small_kv_cache import publish
+
+from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
+from raydix.cache_core.leases.lease_table import TIERS
+from raydix.cache_core.tiers.moves import Moves, check_all
+from raydix.cache_core.tiers.tier import Tier
+
+PAGE = 2
+
+
+def make_cache(num_slots: int) -> KVCache:
+    allocator = TokenToKVPoolAllocator(num_slots, PAGE)
+    return KVCache(RadixCache(PAGE, token_to_kv_pool_allocator=allocator), allocator)
+
+
+@dataclass
+class Three:
+    """Three tiers, and the moves between them."""
+
+    host: Moves
+    disk: Moves
+    down: Moves
+
+    @property
+    def device_cache(self) -> KVCache:
+        return self.host.upper.cache
+
+    @property
+    def host_cache(self) -> KVCache:
+        return self.host.lower.cache
+
+    @property
+    def disk_cache(self) -> KVCache:
+        return self.disk.lower.cache
+
+    def check(self) -> None:
+        check_all((self.host, self.disk, self.down))
+
+
+@pytest.fixture
+def three() -> Three:
+    device, host, disk = (Tier(name, name, make_cache(64)) for name in ("device", "host", "disk"))
+    return Three(Moves(device, host), Moves(device, disk, are_neighbours=False), Moves(host, disk))
+
+
+def put(cache: KVCache, tokens: list[int]) -> None:
+    publish(cache, *tokens)
+
+
+def test_each_tier_is_retired_with_the_one_above_it_and_once(three: Three) -> None:
+    for cache in (three.device_cache, three.host_cache, three.disk_cache):
+        put(cache, [1, 2, 3, 4])
+
+    assert three.device_cache.below is three.host_cache and three.host_cache.below is three.disk_cache
+    three.device_cache.retire(lambda name: True)
+
+    for cache in (three.device_cache, three.host_cache, three.disk_cache):
+        assert cache.match(RadixKey([1, 2, 3, 4])).prefix_len == 0
+    three.check()
+
+
+def test_a_lease_is_filled_from_the_host_and_then_from_the_disk(three: Three) -> None:
+    tokens = list(range(1, 13))
+    put(three.device_cache, tokens[:2])
+    put(three.host_cache, tokens[:6])
+    put(three.disk_cache, tokens[:10])
+
+    lease = three.device_cache.acquire("a", "s", RadixKey(tokens))
+    first = three.host.plan_load(lease)
+    assert first is not None and (first.first, first.stop) == (2, 6)
+    three.check()
+    assert three.host.finish(first, first.num_pages).lease is lease
+    second = three.disk.plan_load(lease)
+    assert second is not None and (second.first, second.stop) == (6, 10)
+    assert lease.session_id == TIERS and lease.filling_for == "s", "no session gets it between the two loads"
+    three.check()
+    assert three.disk.finish(second, second.num_pages).lease is lease
+
+    three.check()
+    assert (lease.prefix_len, lease.loaded_len, lease.session_id) == (10, 8, "s")
+    counters = three.device_cache.counters
+    assert (counters.acquires, counters.hits, counters.tokens_reused) == (2, 1, 10)
+    assert (three.host.counts.loaded, three.disk.counts.loaded) == (4, 4)
+    assert three.device_cache.match(RadixKey(tokens)).prefix_len == 10
+
+
+def test_one_page_is_not_written_from_two_tiers(three: Three) -> None:
+    tokens = [1, 2, 3, 4, 5, 6]
+    put(three.device_cache, tokens)
+    put(three.host_cache, tokens)
+    device_node, _ = three.device_cache.radix.locate(RadixKey(tokens), 6)
+    host_node, _ = three.host_cache.radix.locate(RadixKey(tokens), 6)
+
+    write = three.disk.plan_write(device_node, 9, (three.down,))
+    assert write is not None
+    assert three.down.plan_write(host_node, 9, (three.disk,)) is None
+    three.disk.let_go(write)
+    assert three.down.plan_write(host_node, 9, (three.disk,)) is None
+    three.check()
+    three.disk.finish(write, 3)
+
+    assert three.down.plan_write(host_node, 9, (three.disk,)) is None, "the disk has it"
+    assert three.disk_cache.match(RadixKey(tokens)).prefix_len == 6
+    three.check()
+
+
+def test_the_rules_see_a_page_that_is_written_from_two_tiers(three: Three) -> None:
+    tokens = [1, 2, 3, 4]
+    put(three.device_cache, tokens)
+    put(three.host_cache, tokens)
+    three.disk.plan_write(three.device_cache.radix.locate(RadixKey(tokens), 4)[0], 9)
+    three.down.plan_write(three.host_cache.radix.locate(RadixKey(tokens), 4)[0], 9)
+
+    with pytest.raises(AssertionError, match="rule 3"):
+        three.check()
+    with pytest.raises(AssertionError, match="rule 2"):
+        three.disk.check_invariants()
+
+
+def test_a_load_that_is_given_up_goes_on_and_its_request_begins_again_under_its_id(three: Three) -> None:
+    tokens = list(range(1, 9))
+    put(three.disk_cache, tokens)
+    lease = three.device_cache.acquire("a", "s", RadixKey(tokens))
+    load = three.disk.plan_load(lease)
+    assert load is not None
+
+    three.disk.give_up(load)
+    three.check()
+    again = three.device_cache.acquire("a", "s", RadixKey(tokens))
+    assert again is not lease and again.prefix_len == 0
+    assert three.device_cache.counters.acquires == 1, "the request counts once"
+    three.check()
+    finished = three.disk.finish(load, 3)
+
+    assert finished.lease is None and not finished.must_restart
+    assert three.disk.counts.loaded_unused == 6
+    assert three.device_cache.match(RadixKey(tokens)).prefix_len == 6
+    three.device_cache.release("a", "s")
+    three.check()
+    assert three.device_cache.free_slots == 64 - 6
+
+
+def test_a_session_that_ends_after_its_load_was_given_up_leaves_nothing(three: Three) -> None:
+    tokens = [1, 2, 3, 4]
+    put(three.disk_cache, tokens)
+    load = three.disk.plan_load(three.device_cache.acquire("a", "s", RadixKey(tokens)))
+    assert load is not None
+    three.disk.give_up(load)
+    three.device_cache.acquire("a", "s", RadixKey(tokens))
+
+    assert three.device_cache.end_session("s") == 1
+    three.disk.finish(load, 0)
+
+    three.check()
+    assert three.device_cache.free_slots == 64 and len(three.device_cache.leases) == 0
