@@ -213,18 +213,25 @@ class Copier:
         """Return the bytes of loads or of writes that are still to be copied."""
         return self._queues.queued_bytes(loads=loads)
 
-    def stop_all(self) -> None:
-        """End all copies, without calls of `done`: `Copy.result` has the end. It waits for at most one chunk."""
-        self._queues.stop_all()
+    def stop_all(self, timeout_s: float | None = None) -> None:
+        """End all copies, without calls of `done`: `Copy.result` has the end. It waits for at most one chunk.
 
-    def close(self) -> None:
+        Args:
+            timeout_s: for which it waits; None: without a limit. A copy of which the chunk has not ended has no result.
+        """
+        self._queues.stop_all(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
         """End all copies and the thread. It waits for at most one chunk.
 
         The calls of `done` are scheduled on the event loop, so they run after this call. Later copies end with 0 pages.
+
+        Args:
+            timeout_s: for which it waits; None: without a limit.
         """
         self._queues.close()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
 
 class _Queues:
@@ -294,7 +301,7 @@ class _Queues:
             if copy is not self._current and copy.result is None:
                 self._end(copy, "cancelled")
 
-    def stop_all(self) -> None:
+    def stop_all(self, timeout_s: float | None) -> None:
         """End all copies without reporting it, and wait for the current one's chunk."""
         with self._changed:
             for copy in (*self._loads, *self._writes):
@@ -302,7 +309,7 @@ class _Queues:
                 copy.is_cancelled = True
                 if copy is not self._current:
                     self._end(copy, "cancelled")
-            self._changed.wait_for(lambda: self._current is None)
+            self._changed.wait_for(lambda: self._current is None, timeout_s)
 
     def close(self) -> None:
         """End all copies but the current one, and have `next` return None."""

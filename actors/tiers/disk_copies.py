@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.record_file import aligned_bytes
 from raydix.cache_core import KVPool, RecordPool
@@ -30,6 +31,7 @@ class DiskCopies:
         wanted = {kind: num_bytes for kind, num_bytes in self._sizes.items() if num_bytes}
         if found != wanted:
             raise ValueError(f"store must have records of the pool's sizes in bytes, {wanted}, not {found}")
+        self._is_closed = False
         self._rows = {}
         self._copies = {}
         for kind, file in store.files.items():
@@ -65,7 +67,13 @@ class DiskCopies:
             part = slice(start, start + most)
             number = len(numbers[part])
             self._store.read(kind, numbers[part], self._rows[kind][:number])
+            if self._is_closed:
+                raise DiskError("the disk is closed")
             self._copies[kind].load(rows[part], np.arange(number))
+
+    def close(self) -> None:
+        """Copy nothing to the pool any more: a read that does not come back may outlive it."""
+        self._is_closed = True
 
     def write(self, plan: CopyPlan, start: int, stop: int) -> None:
         """Refuse: pages are written by a `DiskWriter`, from buffers."""

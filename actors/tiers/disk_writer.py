@@ -70,12 +70,14 @@ class Write:
         records: by kind.
         gathered: called on the event loop when the pages were copied, or will not be: they may be unlocked.
         done: called on the event loop when the write has ended.
+        source: the pool of the pages.
         is_cancelled: it ends before the next chunk is copied, if not all are.
     """
 
     records: Mapping[Kind, Records]
     gathered: Callable[[], object]
     done: Callable[[Written], object]
+    source: PageRecords
     is_cancelled: bool = False
     buffer: Rows | None = None
     rows: list[IndexRow] = field(default_factory=list)
@@ -99,7 +101,7 @@ class DiskWriter:
     Args:
         open_store: opens the store, in the writer's thread.
         opened: called when it is open, or with the error. After an error, the writer does nothing.
-        pool: of the tier above.
+        pool: of the first tier. All tiers above the disk have records of its sizes.
         write_mib_s: MiB of writes a second; None: without a limit.
         buffer_bytes: of each buffer.
         clock: seconds, for the limit.
@@ -139,19 +141,30 @@ class DiskWriter:
     @property
     def may_write(self) -> bool:
         """Whether a write may begin now: a buffer is free, and the limit allows it."""
-        return bool(self._free) and not self._is_closed and self._cap.wait_s(self._clock()) <= 0
+        return bool(self._free) and not self._is_closed and self.wait_s <= 0
+
+    @property
+    def wait_s(self) -> float:
+        """The seconds until the limit allows a write; 0 or less: it does now."""
+        return self._cap.wait_s(self._clock())
+
+    def end_limit(self) -> None:
+        """Write without a limit from now on."""
+        self._cap = WriteCap(None)
 
     def write(
         self,
         records: Mapping[Kind, Records],
         gathered: Callable[[], object],
         done: Callable[[Written], object],
+        source: PageRecords | None = None,
     ) -> Write:
         """Write records and their rows. `may_write` must be true.
 
         Args:
             records: by kind. The pages must be locked until `gathered` is called, and the records private until `done`.
             gathered, done: as of `Write`.
+            source: the pool of the pages; None: that of the first tier.
 
         Raises:
             ValueError: the records take more than a buffer.
@@ -168,7 +181,7 @@ class DiskWriter:
             write.buffer = None
             done(written)
 
-        write = Write(records, gathered, end, buffer=self._free.popleft())
+        write = Write(records, gathered, end, source or self._threads.pool, buffer=self._free.popleft())
         self._writes.add(write)
         self._threads.to_copy.put(write)
         return write
@@ -187,17 +200,25 @@ class DiskWriter:
             return
         self._threads.to_write.put(_Work(task, done))
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> bool:
         """End writes of which pages are still to be copied, do all other work, and close the store. It waits for that.
 
         The callbacks are scheduled on the event loop, so they run after this call.
+
+        Args:
+            timeout_s: for which it waits, such as for a disk that does not answer; None: without a limit.
+
+        Returns:
+            Whether all of it was done. If not, the threads go on, and end with the process at the latest.
         """
         self._is_closed = True
         for write in self._writes:
             write.is_cancelled = True
         self._threads.stop()
+        ends_at = None if timeout_s is None else monotonic() + timeout_s
         for thread in self._running:
-            thread.join()
+            thread.join(None if ends_at is None else max(0.0, ends_at - monotonic()))
+        return not any(thread.is_alive() for thread in self._running)
 
 
 class _Threads:
@@ -206,7 +227,7 @@ class _Threads:
     def __init__(self, pool: PageRecords, loop: asyncio.AbstractEventLoop) -> None:
         self.to_copy: SimpleQueue[Write | None] = SimpleQueue()
         self.to_write: SimpleQueue[Write | _Work | None] = SimpleQueue()
-        self._pool = pool
+        self.pool = pool
         self._loop = loop
 
     def stop(self) -> None:
@@ -215,7 +236,7 @@ class _Threads:
 
     def num_bytes(self, records: Mapping[Kind, Records]) -> int:
         """Return the bytes that records take in a buffer."""
-        return sum(len(part.rows) * stride_of(self._pool.num_bytes(kind)) for kind, part in records.items())
+        return sum(len(part.rows) * stride_of(self.pool.num_bytes(kind)) for kind, part in records.items())
 
     # ---------------------------------------------------------------- the copier
 
@@ -239,14 +260,14 @@ class _Threads:
     def _gather(self, write: Write) -> bool:
         """Copy pages to the buffer, and sum them; return False if the write is cancelled."""
         for kind, rows in self._parts(write):
-            part, record_bytes = write.records[kind], self._pool.num_bytes(kind)
+            part, record_bytes = write.records[kind], self.pool.num_bytes(kind)
             step = max(1, CHUNK_BYTES // rows.shape[1])
             for start in range(0, len(part.rows), step):
                 if write.is_cancelled:
                     return False
                 stop = start + step
                 records = rows[start:stop, :record_bytes]
-                self._pool.gather(part.starts[start:stop], torch.from_numpy(records), kind)
+                write.source.gather(part.starts[start:stop], torch.from_numpy(records), kind)
                 some = part.rows[start:stop]
                 digests = np.frombuffer(b"".join([row.digest for row in some]), np.uint8).reshape(len(some), -1)
                 sums = record_sums(records, digests, kind)
@@ -260,7 +281,7 @@ class _Threads:
         at = 0
         for kind in KINDS:
             if kind in write.records and (number := len(write.records[kind].rows)):
-                stride = stride_of(self._pool.num_bytes(kind))
+                stride = stride_of(self.pool.num_bytes(kind))
                 parts.append((kind, write.buffer[at : at + number * stride].reshape(number, stride)))
                 at += number * stride
         return parts

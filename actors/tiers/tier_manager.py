@@ -114,6 +114,11 @@ class TierManager:
         """Whether the tier's memory is registered with CUDA."""
         return self._memory is not None and self._memory.pinned
 
+    @property
+    def lower_pool(self) -> RecordPool | None:
+        """The tensors of the tier; None: they are not ready, or there are none."""
+        return None if self._memory is None else self._memory.pool
+
     def start(self) -> None:
         """Report changes of the tier's memory to the running loop from now on."""
         self._loop = asyncio.get_running_loop()
@@ -390,4 +395,8 @@ class TierManager:
         O(n). Copies are compared as they end, and with `CacheConfig.validate` alone.
         """
         self.moves.check_invariants()
+        self.check_copies()
+
+    def check_copies(self) -> None:
+        """Raise AssertionError if a copy differed from its source."""
         assert self._difference is None, self._difference

@@ -62,9 +62,7 @@ def layout_below(config: CacheConfig, sizes: TierSizes) -> RecordLayout:
         config: of the cache.
         sizes: of the tier.
     """
-    below = config.pool
-    if below.format == "layers":
-        below = pool_below(config, config.page_size, *_smallest(config))
+    below = records_below(config)
     return RecordLayout(
         num_slots=sizes.num_slots,
         page_size=config.page_size,
@@ -74,6 +72,13 @@ def layout_below(config: CacheConfig, sizes: TierSizes) -> RecordLayout:
         num_state_slots=sizes.num_state_slots,
         state_bytes=below.state_bytes,
     )
+
+
+def records_below(config: CacheConfig) -> PoolConfig:
+    """Return a pool with the records of the tiers below a cache; without records if the cache is index-only."""
+    if config.pool.format == "opaque":
+        return config.pool
+    return pool_below(config, config.page_size, *_smallest(config))
 
 
 def _smallest(config: CacheConfig) -> tuple[int | None, int]:

@@ -1,0 +1,789 @@
+"""`DiskTier`: a tier on a local disk, on the cache's event loop. It is warm after a restart.
+
+    opening ──> reading ──> ready <──> stalled
+       │ └──> locked by pid N, and again
+       └──> failed: ...
+
+Pages are written at their second use, from the tier in memory where they lie, and loaded straight into the leases of
+the first tier. A cache without tensors has no files: a prefix is written in the call in which it is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import operator
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from time import monotonic
+from typing import Any
+
+from raydix.actors.tiers.disk_errors import DiskError, FolderInUse
+from raydix.actors.tiers.disk_folder import PREDECESSOR_S
+from raydix.actors.tiers.disk_index import ROW_BYTES, IndexLayout, index_bytes
+from raydix.actors.tiers.disk_loads import DiskLoads
+from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Done
+from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWriteCounts, DiskWrites, Source
+from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.record_file import stride_of
+from raydix.actors.transport.pool_shapes import layout_below, records_below
+from raydix.cache_core import KVCache, RadixKey, RecordLayout
+from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
+from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces, Models
+from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
+from raydix.cache_core.tiers.moves import MoveCounts, Moves
+from raydix.cache_core.tiers.page_records import KINDS, Kind
+from raydix.cache_core.tiers.record_keeper import Numbers, RecordKeeper
+from raydix.cache_core.tiers.row_runs import RowRun, RowRuns
+from raydix.cache_core.tiers.second_use import SecondUse
+from raydix.cache_core.tiers.tier import Tier
+from raydix.cache_core.tiers.use_counter import UseCounter
+from raydix.schemas import CacheConfig, CacheUnavailable
+from raydix.schemas.config import TierSizes
+from raydix.schemas.shown import brief
+
+logger = logging.getLogger(__name__)
+
+READY, STALLED, CLOSED = "ready", "stalled", "closed"
+_BUILT_AT_ONCE = 32  # pages that one slice puts into the tree: about 1 ms
+_ROWS_AT_ONCE, _RECORDS_AT_ONCE = 1024, 16_384  # read by one task of the writer
+_DELETED_AT_ONCE = 1024  # rows that one commit deletes
+_FREE_SHARE = 0.01  # of the records, kept free
+_RETRY_S = 1.0  # after a commit or a write that failed
+
+
+@dataclass(slots=True)
+class DiskStats:
+    """The counts of a disk tier. Tokens, unless they say otherwise."""
+
+    state: str = ""
+    num_slots: int = 0
+    free: int = 0
+    cached: int = 0
+    dormant: int = 0  # kept on the disk, of models that are not bound
+    leaving: int = 0  # of which the rows are being deleted
+    num_spaces: int = 0
+    num_due: int = 0  # prefixes that wait to be written
+    moves: MoveCounts = field(default_factory=MoveCounts)  # sums over all sources
+    writes: DiskWriteCounts = field(default_factory=DiskWriteCounts)
+    num_uses: int = 0  # pages
+    num_first_uses: int = 0  # pages that `admit` refused
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    queued_bytes: int = 0  # of loads
+    num_late: int = 0  # loads
+    num_stalls: int = 0
+    num_damaged: int = 0  # records that had not the sum of their page
+
+
+class DiskTier:
+    """The disk tier of one cache.
+
+    It observes the caches: the first tier's for uses, the disk's own for retirements.
+
+    Args:
+        config: of the cache; it has `disk`.
+        name: of the cache: of its folder.
+        sources: the tiers in memory, the pool first.
+        cache: of the disk, empty; as `build_disk_cache` returns it.
+        models_of: returns the models that compute the KV of a namespace now: the fingerprints of the base and of the
+            adapter, and the label of the weights; None: none are bound.
+        on_change: called on the loop when loads or writes have ended.
+        calls: of the operating system.
+        clock: seconds.
+
+    Attributes:
+        tier: the disk's tier.
+        all_moves: from each source to the disk; the loads are those of the first.
+        loads, writes: of the disk.
+        may_begin: returns whether writes and prefetches may begin, as no request needs the slots. Call `wake` when it
+            is true again.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        name: str,
+        sources: Sequence[Source],
+        cache: KVCache,
+        models_of: Callable[[str | None], Models | None],
+        on_change: Callable[[], object],
+        calls: FileCalls | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        assert config.disk is not None, "the configuration has no disk tier"
+        self.config = config.disk
+        self.tier = Tier("disk", "STORAGE", cache)
+        self.is_instant = not config.pool.has_tensors
+        self.may_begin: Callable[[], bool] = lambda: True
+        self._name = name
+        self._sources = sources
+        self._models_of = models_of
+        self._on_change = on_change
+        self._calls = calls
+        self._clock = clock
+        self._page = cache.page_size
+        self._state = READY if self.is_instant else "opening"
+        self._layout = layout_below(config, TierSizes(cache.num_slots, *_sizes_of(cache)))
+        self._index_layout = index_layout(config)
+        strides = {kind: stride_of(num_bytes) for kind, num_bytes in _record_bytes(self._layout).items()}
+        page_bytes = strides.get("full", 0) + strides.get("swa", 0)
+        self.all_moves = [
+            Moves(source.tier, self.tier, page_bytes, are_neighbours=source is sources[-1]) for source in sources
+        ]
+        for moves in self.all_moves:
+            moves.batch_pages = min(moves.batch_pages, MOST_PAGES)
+        self.keepers = {} if self.is_instant else _make_keepers(cache)
+        self.spaces = DiskSpaces(cache, self.keepers)
+        reserve = int(self.config.reserve * sources[-1].tier.cache.num_slots) if self.config.admit == "all" else 0
+        self.writes = DiskWrites(sources, self.all_moves, self.keepers, 0 if self.is_instant else reserve)
+        self.writes.on_end = self._after_write
+        self._buffer_bytes = max(BUFFER_BYTES, self.writes.set_sizes(_record_bytes(self._layout)))
+        self.loads = DiskLoads(self.all_moves[0], self._after_load, clock)
+        self._writer: DiskWriter | None = None
+        self._store: DiskStore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_scheduled = self._is_closed = self._is_building = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._paused_until = float("-inf")
+        self._num_failed = 0  # writes that failed, so far
+        # The spaces and their ends.
+        self._serials = count(1)
+        self._salts: dict[str | None, int] = {}  # namespace with a space, or with one to come -> salt of its uses
+        self._to_bind: dict[str | None, int] = {}  # namespace that leases have used before the disk was ready -> arity
+        self._warned = False
+        self._knows_spaces = False
+        self._retired_before: list[Callable[[str | None], bool]] = []  # retirements before the spaces were known
+        self._to_delete: list[int] = []  # numbers of spaces
+        self._is_deleting = False
+        self._deleted: list[int] = []  # spaces that were deleted while rows are read
+        self._deletion: asyncio.Future[None] | None = None
+        # Rows of records that are leaving.
+        self._leaving: deque[tuple[Kind, Numbers]] = deque()
+        self._is_committing = False
+        self._observe()
+
+    def _observe(self) -> None:
+        """Count uses, and see retirements."""
+        first, lowest = self._sources[0].tier.cache, self.all_moves[-1]
+        self.tier.cache.observers.append(_Retirements(self))
+        first.observers.append(_Namespaces(self))
+        pages = sum(tier.cache.num_slots for tier in (*(source.tier for source in self._sources), self.tier))
+        self.uses: UseCounter | None = None
+        if self.config.admit == "second_use":
+            offer = self.writes.write_instantly if self.is_instant else self._offer
+            self.uses = UseCounter(first, SecondUse(max(1, pages // self._page)), self._salts.get, offer)
+            first.observers.append(self.uses)
+        elif self.is_instant:
+            lowest.is_kept = self._salts.__contains__
+            lowest.upper.cache.watch_victims(lowest.write_before_eviction)
+        if self.is_instant:
+            self.loads.open_instant()
+
+    def _offer(self, key: RadixKey) -> None:
+        self.writes.offer(key)
+        self.wake()
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def state(self) -> str:
+        """The tier's state: "ready", "stalled", "opening", "reading", "closed", "locked by pid N" or "failed: ..."."""
+        return STALLED if self._state == READY and self.loads.is_stalled else self._state
+
+    def stats(self) -> DiskStats:
+        """Return the counts."""
+        cache, keeper, moves = self.tier.cache, self.keepers.get("full"), MoveCounts()
+        for some in self.all_moves:
+            for name in MoveCounts.__slots__:
+                setattr(moves, name, getattr(moves, name) + getattr(some.counts, name))
+        return DiskStats(
+            state=self.state,
+            num_slots=cache.num_slots,
+            free=cache.free_slots,
+            cached=cache.total_size(),
+            dormant=0 if keeper is None else keeper.num_dormant * self._page,
+            leaving=0 if keeper is None else keeper.num_leaving * self._page,
+            num_spaces=len(self.spaces),
+            num_due=self.writes.num_due,
+            moves=moves,
+            writes=self.writes.counts,
+            num_uses=0 if self.uses is None else self.uses.num_uses,
+            num_first_uses=0 if self.uses is None else self.uses.num_first_uses,
+            loaded_bytes=self.loads.num_bytes,
+            load_s=self.loads.seconds,
+            queued_bytes=self.loads.queued_bytes,
+            num_late=self.loads.num_late,
+            num_stalls=self.loads.num_stalls,
+            num_damaged=self.loads.num_damaged,
+        )
+
+    # ---------------------------------------------------------------- opening
+
+    def start(self) -> None:
+        """Open the disk in the background; no effect if that has begun. Call it on the running loop."""
+        if self.is_instant or self._loop is not None or self._is_closed:
+            return
+        self._loop = asyncio.get_running_loop()
+        self._run(self._open())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(work, name="raydix-disk")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _open(self) -> None:
+        """Open the disk, and read its rows. Try again while another process has it."""
+        try:
+            found = await self._open_store()
+            while isinstance(found, FolderInUse):
+                self._state = "locked by another process" if found.pid is None else f"locked by pid {found.pid}"
+                logger.warning("the cache serves without its disk: %s; it goes on trying", found)
+                await asyncio.sleep(PREDECESSOR_S)
+                found = await self._open_store()
+            if isinstance(found, Exception):
+                raise found
+            self._store = found
+            pool = self._sources[0].pool()
+            assert pool is not None
+            self.loads.open(pool, found)
+            self._state = "reading"
+            await self._read()
+        except (CacheUnavailable, DiskError) as error:
+            self._fail(error)
+        except Exception as error:  # the cache serves without its disk
+            logger.exception("the disk tier could not be opened")
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._state = f"failed: {error}"
+        logger.warning("the cache serves without its disk: %s", error)
+
+    async def _open_store(self) -> DiskStore | Exception:
+        """Open the files in a thread. Return the error if that fails."""
+        self._state = "opening"
+        pool, loop = self._sources[0].pool(), asyncio.get_running_loop()
+        assert pool is not None, "a pool with tensors has them from the start"
+        opened: asyncio.Future[DiskStore | Exception] = loop.create_future()
+        open_store = partial(
+            DiskStore,
+            self.config.path,
+            self._name,
+            self._layout,
+            self._index_layout,
+            direct_io=self.config.direct_io,
+            is_given_up=lambda: self._is_closed,
+            calls=self._calls,
+        )
+        options = {"write_mib_s": self.config.write_mib_s, "buffer_bytes": self._buffer_bytes, "clock": self._clock}
+        self._writer = writer = DiskWriter(open_store, partial(_settle, opened), pool, **options)  # type: ignore[arg-type]
+        found = await opened
+        if isinstance(found, Exception):
+            writer.close()
+            self._writer = None
+        return found
+
+    async def _read(self) -> None:
+        """Note which records have rows, then let all others be used."""
+        for found in await self._do(lambda store: store.index.spaces()):
+            self.spaces.add(found.number, found.namespace, (found.base, found.adapter, found.label), found.arity)
+        self._knows_spaces = True
+        for is_meant in self._retired_before:
+            self._delete(self.spaces.retire(is_meant))
+        self._retired_before.clear()
+        for number in [space.number for space in self.spaces] + list(self._to_delete):
+            place: RowPlace | None = FIRST
+            while place is not None:
+                kinds, records, place = await self._do(partial(_records, number=number, place=place))
+                await self._delete_refused(self.spaces.read(number, kinds, records))
+        self.spaces.end_reading()
+        self._state = READY
+        self.spaces.deleted(self._deleted)
+        self._deleted.clear()
+        self._settle_deletion()
+        self.bind()
+        self.wake()
+        self._on_change()
+
+    async def _delete_refused(self, refused: list[tuple[Kind, int]]) -> None:
+        """Delete rows that name no record of this disk, such as one beyond its end."""
+        try:
+            if refused:
+                await self._do(partial(_commit, removed=refused))
+        except DiskError as error:  # the next start meets them again
+            logger.warning("%d useless rows of the disk's index could not be deleted: %s", len(refused), error)
+
+    async def _do(self, task: Callable[[DiskStore], Any]) -> Any:
+        """Do work in the writer's thread; return its result.
+
+        Raises:
+            DiskError: it failed.
+        """
+        assert self._writer is not None
+        done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._writer.submit(task, partial(_settle, done))
+        result, error = await done
+        if error is not None:
+            raise error
+        return result
+
+    # ---------------------------------------------------------------- models
+
+    def bind(self) -> None:
+        """Let the pages on the disk be found that were computed by the models that are bound now."""
+        for namespace in [name for name in self._salts if not self.is_instant and self._has_other_models(name)]:
+            self.tier.cache.retire(partial(operator.eq, namespace))
+        if self._state != READY or self.is_instant:
+            return
+        to_bind, self._to_bind = self._to_bind, {}
+        for namespace, arity in to_bind.items():
+            if namespace in self._salts and (models := self._models_of(namespace)) is not None:
+                self._bind(namespace, models, arity)
+        for namespace in dict.fromkeys(space.namespace for space in self.spaces):
+            if namespace not in self._salts and (models := self._models_of(namespace)) is not None:
+                if any((space.namespace, space.models) == (namespace, models) for space in self.spaces):
+                    self._bind(namespace, models, 0)
+
+    def _has_other_models(self, namespace: str | None) -> bool:
+        """Return whether the pages of a namespace were written as those of other models than are bound now."""
+        space = self.spaces.current(namespace)
+        return space is not None and space.models != self._models_of(namespace)
+
+    def note_namespace(self, key: RadixKey) -> None:
+        """Bind the models of a namespace that has no space, for a lease that has begun."""
+        namespace = key.extra_key
+        if namespace in self._salts:
+            return
+        models = self._models_of(namespace)
+        if models is None:
+            self._warn_unbound(namespace)
+        elif self.is_instant:
+            self._salts[namespace] = next(self._serials)
+        elif self._state == READY:
+            self._bind(namespace, models, key.arity)
+        else:  # Uses count from now on; pages are written when the disk is ready.
+            self._salts[namespace] = next(self._serials)
+            self._to_bind[namespace] = key.arity
+
+    def note_change(self) -> None:
+        """Look at the reserve of the lowest tier in memory soon, as pages were published or unlocked."""
+        if self.config.admit == "all" and not self.is_instant:
+            self.wake()
+
+    def _warn_unbound(self, namespace: str | None) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "no KV of namespace %s is kept on the disk, as no model is bound to it: bind_model, or name it with "
+                'DiskConfig(fingerprint="...")',
+                brief(namespace),
+            )
+
+    def _bind(self, namespace: str | None, models: Models, arity: int) -> None:
+        """Make the youngest space of these models current, or a new one."""
+        serial = self._salts.setdefault(namespace, next(self._serials))
+        space = self.spaces.bind(namespace, models)
+        self._run(self._add_space(namespace, models, arity, serial) if space is None else self._feed(space))
+
+    async def _add_space(self, namespace: str | None, models: Models, arity: int, serial: int) -> None:
+        base, adapter, label = models
+        named = namespace, base or "", adapter, label or "", arity
+        while self._salts.get(namespace) == serial:
+            try:
+                added = await self._do(lambda store: store.index.add_space(*named))
+            except DiskError as error:
+                logger.warning("the KV of namespace %s is not kept on the disk yet: %s", brief(namespace), error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            space = self.spaces.add(added.number, namespace, models, arity)
+            if self._salts.get(namespace) == serial:
+                self.spaces.begin(space)
+                self.writes.ask_again()
+                self.wake()
+            else:  # it was retired meanwhile
+                self._delete(self.spaces.retire_space(space))
+            return
+
+    async def _feed(self, space: DiskSpace) -> None:
+        """Read the rows of a space, and have its tree built."""
+        runs, place = RowRuns(self._page, space.namespace, space.arity), FIRST
+        at: RowPlace | None = place
+        while at is not None and space.builder is not None:
+            done: list[RowRun] = []
+            left_out: list[IndexRow] = []
+            try:
+                done, left_out, at = await self._do(partial(_read_runs, runs=runs, number=space.number, place=at))
+            except DiskError as error:
+                logger.warning("a part of the disk's index could not be read: %s", error)
+                at = None
+            self.spaces.give(space, done, left_out, is_last=at is None)
+            self._is_building = True
+            self.wake()
+
+    def _space_of(self, namespace: str | None) -> int | None:
+        """Return the number of the space to which pages of a namespace are written; None: it is not ready."""
+        space = self.spaces.current(namespace)
+        return None if space is None or space.builder is not None else space.number
+
+    # ---------------------------------------------------------------- the disk's own work
+
+    def wake(self) -> None:
+        """Do the disk's work soon."""
+        if self._loop is not None and not self._is_scheduled and not self._is_closed and self._state == READY:
+            self._is_scheduled = True
+            self._loop.call_soon(self._run_slice)
+
+    def _run_slice(self) -> None:
+        """Do a part of the disk's work: about 1 ms."""
+        self._is_scheduled = False
+        if self._is_closed or self._state != READY:
+            return
+        assert self._writer is not None
+        has_more = self.spaces.build(_BUILT_AT_ONCE)
+        if self._is_building and not has_more:
+            self.writes.ask_again()
+        self._is_building = has_more
+        self._keep_free()
+        self._delete_leaving()
+        if self._clock() >= self._paused_until and self.may_begin():
+            self.writes.begin(self._writer, self._space_of)
+        self._set_timer()
+        if has_more or (self.writes.may_look_on and self._writer.may_write):
+            self.wake()
+
+    def _set_timer(self) -> None:
+        """Wake when the limit of writes allows the next one."""
+        assert self._writer is not None and self._loop is not None
+        wait_s = max(self._writer.wait_s, self._paused_until - self._clock())
+        has_more = self.writes.num_due or not self.writes.is_ahead
+        if self._timer is None and has_more and 0 < wait_s < float("inf"):
+            self._timer = self._loop.call_later(wait_s, self._end_timer)
+
+    def _end_timer(self) -> None:
+        self._timer = None
+        self.wake()
+
+    def _after_write(self) -> None:
+        if self.writes.counts.num_failed > self._num_failed:
+            self._num_failed = self.writes.counts.num_failed
+            self._paused_until = self._clock() + _RETRY_S
+        self.wake()
+        self._on_change()
+
+    def _after_load(self) -> None:
+        self.wake()
+        self._on_change()
+
+    def _keep_free(self) -> None:
+        """Evict so that the next writes find records: dormant ones first."""
+        cache, page = self.tier.cache, self._page
+        missing = self._missing("full", cache.free_slots)
+        if missing > 0:
+            pages = -(-missing // page)
+            left = pages - self.spaces.drop_dormant(pages)
+            if left > 0:
+                cache.evict(left * page, "watermark")
+        if (swa := cache.allocator.swa) is not None and (missing := self._missing("swa", swa.available_size())) > 0:
+            cache.evict_window(missing)
+        if (states := cache.pools.states) is not None:
+            if (missing := self._missing("state", states.available_size())) > 0:
+                cache.evict_states(missing)
+
+    def _missing(self, kind: Kind, num_free: int) -> int:
+        """Return how many slots of a kind are to be evicted."""
+        keeper = self.keepers[kind]
+        step = 1 if kind == "state" else self._page
+        batch = 1 if kind == "state" else self.all_moves[-1].batch_pages + self.writes.window_pages
+        goal = max(int(_FREE_SHARE * keeper.num_records), min(batch, keeper.num_records // 2), 1)
+        return (goal - keeper.num_leaving) * step - num_free
+
+    def _delete_leaving(self) -> None:
+        """Delete the rows of records that are leaving: some of them, in one commit."""
+        for kind, keeper in self.keepers.items():
+            if len(numbers := keeper.take_leaving()):
+                self._leaving.append((kind, numbers))
+        if self._is_committing or not self._leaving or self._writer is None:
+            return
+        kind, numbers = self._leaving.popleft()
+        if len(numbers) > _DELETED_AT_ONCE:
+            self._leaving.appendleft((kind, numbers[_DELETED_AT_ONCE:]))
+            numbers = numbers[:_DELETED_AT_ONCE]
+        removed = [(kind, number) for number in numbers.tolist()]
+        self._is_committing = True
+        self._writer.submit(partial(_commit, removed=removed), partial(self._end_deleting_rows, kind, numbers))
+
+    def _end_deleting_rows(self, kind: Kind, numbers: Numbers, done: Done) -> None:
+        self._is_committing = False
+        if done.error is None:
+            self.keepers[kind].rows_deleted(numbers)
+            self.wake()
+            self._on_change()
+            return
+        self.keepers[kind].rows_not_deleted(numbers)
+        if not self._is_closed and self._loop is not None:
+            logger.warning("rows of the disk's index could not be deleted: %s", done.error)
+            self._loop.call_later(_RETRY_S, self.wake)
+
+    # ---------------------------------------------------------------- requests
+
+    @property
+    def locks_pool(self) -> bool:
+        """Whether pages of the pool are locked, as they are being copied to a buffer."""
+        return self.writes.lock_pool
+
+    def cancel_writes(self) -> bool:
+        """Cancel the writes that lock pages of the pool; return True if there are none. See `DiskWrites.cancel`."""
+        return self._writer is None or self.writes.cancel(self._writer)
+
+    def prefetch(self, key: RadixKey) -> int:
+        """Begin to load the prefix of a key for no lease; return the number of tokens to load.
+
+        0: nothing to load, no room, or requests wait for room.
+        """
+        return self.loads.prefetch(key) if self.may_begin() else 0
+
+    # ---------------------------------------------------------------- retirements
+
+    def retire(self, is_meant: Callable[[str | None], bool]) -> None:
+        """Delete the spaces of namespaces, which the disk's cache is about to retire. `deletion` is the ticket."""
+        for namespace in [namespace for namespace in self._salts if is_meant(namespace)]:
+            del self._salts[namespace]
+        self.writes.forget(is_meant)
+        if self.is_instant:
+            return
+        if self._knows_spaces:
+            self._delete(self.spaces.retire(is_meant))
+        else:
+            self._retired_before.append(is_meant)
+
+    def deletion(self) -> asyncio.Future[None] | None:
+        """Return the future that ends when all retirements so far are committed: no crash can undo them then.
+
+        None: they are. Others may wait for it, too, so it must be shielded.
+        """
+        if not (self._retired_before or self._to_delete):
+            return None
+        if self._deletion is None:
+            self._deletion = asyncio.get_running_loop().create_future()
+        return self._deletion
+
+    def _delete(self, numbers: Sequence[int]) -> None:
+        self._to_delete += numbers
+        if not self._is_deleting and self._to_delete and not self._is_closed:
+            assert self._writer is not None
+            self._is_deleting = True
+            meant = list(self._to_delete)
+            self._writer.submit(lambda store: store.index.delete_spaces(meant), partial(self._end_deletion, meant))
+
+    def _end_deletion(self, numbers: list[int], done: Done) -> None:
+        self._is_deleting = False
+        if done.error is not None:
+            if not self._is_closed and self._loop is not None:
+                logger.warning("a retirement is not on the disk yet, and is tried again: %s", done.error)
+                self._loop.call_later(_RETRY_S, self._delete, ())
+            return
+        self._to_delete = self._to_delete[len(numbers) :]
+        if self._state == "reading":
+            self._deleted += numbers
+        else:
+            self.spaces.deleted(numbers)
+        self._settle_deletion()
+        self._delete(())
+        if not self._to_delete and self._writer is not None:
+            self._writer.submit(lambda store: store.index.clean(), self._end_cleaning)
+        self.wake()
+        self._on_change()
+
+    def _settle_deletion(self) -> None:
+        if self._deletion is not None and not (self._retired_before or self._to_delete):
+            future, self._deletion = self._deletion, None
+            if not future.done():
+                future.set_result(None)
+
+    def _end_cleaning(self, done: Done) -> None:
+        """Delete more rows of deleted spaces, if there are any."""
+        if done.error is None and done.result and self._writer is not None and not self._is_closed:
+            self._writer.submit(lambda store: store.index.clean(), self._end_cleaning)
+
+    # ---------------------------------------------------------------- the end
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Write all that is due, without a limit of the rate; return whether it was done within the time."""
+        if self._state != READY or self._writer is None:
+            return self.writes.is_idle
+        self._writer.end_limit()
+        deadline = monotonic() + timeout_s
+        while not self.writes.is_idle and monotonic() < deadline:
+            self.wake()
+            await asyncio.sleep(0.01)
+        return self.writes.is_idle
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End all loads and writes, and give the folder back. It waits for the writes that were copied.
+
+        Args:
+            timeout_s: for which it waits for the disk; None: without a limit.
+
+        Returns:
+            Whether all has ended: the pools may be freed then.
+        """
+        if self._is_closed:
+            return True
+        self._is_closed = True
+        self._state = CLOSED
+        for task in self._tasks:
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        has_ended = self.loads.close(timeout_s)
+        if self._writer is not None:
+            has_ended = self._writer.close(timeout_s) and has_ended
+        return has_ended
+
+    # ---------------------------------------------------------------- checks
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rule of the records is broken. `check_all` checks the moves. O(n)."""
+        for kind, keeper in self.keepers.items():
+            keeper.check_invariants()
+            waiting = sum(len(numbers) for name, numbers in self._leaving if name == kind)
+            assert waiting <= keeper.num_leaving, f"{waiting} rows of kind {kind} are to be deleted"
+        for namespace in self._salts:
+            space = self.spaces.current(namespace)
+            assert space is None or space.models == self._models_of(namespace), f"{space} is of other models"
+
+
+class _Retirements:
+    """Observes the disk's cache."""
+
+    def __init__(self, disk: DiskTier) -> None:
+        self._disk = disk
+
+    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+        """Do nothing."""
+
+    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
+        """Do nothing."""
+
+    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
+        """Do nothing."""
+
+    def published(self, lease: LeaseRecord) -> None:
+        """Do nothing."""
+
+    def ended(self, lease: LeaseRecord) -> None:
+        """Do nothing."""
+
+    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
+        """Delete the spaces before the cache retires their namespaces."""
+        self._disk.retire(is_meant)
+
+
+class _Namespaces(_Retirements):
+    """Observes the first tier's cache."""
+
+    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
+        """Bind the models of the lease's namespace, if it is new."""
+        if lease.session_id != TIERS:
+            self._disk.note_namespace(self._disk.tier.cache.tree_key(lease.key[:2]))
+
+    def published(self, lease: LeaseRecord) -> None:
+        """Look at the pool's reserve."""
+        self._disk.note_change()
+
+    def ended(self, lease: LeaseRecord) -> None:
+        """Look at the pool's reserve."""
+        self._disk.note_change()
+
+    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
+        """Do nothing: the disk's cache is retired, too."""
+
+
+def index_layout(config: CacheConfig) -> IndexLayout:
+    """Return the format of the records of a cache's disk: caches with equal ones can read each other's records."""
+    digest = config.model_copy(update={"pool": records_below(config)}).record_digest()
+    parts = {
+        "records": digest,
+        "page_size": config.page_size,
+        "kind": config.kind,
+        "sliding_window_size": config.sliding_window_size,
+        "bigram": config.bigram,
+        "codec": "raw",
+        "planes": [],
+    }
+    description = json.dumps(parts)
+    return IndexLayout(hashlib.sha256(description.encode()).hexdigest()[:16], config.page_size, description)
+
+
+def disk_sizes(config: CacheConfig) -> TierSizes:
+    """Return the slots of a cache's disk tier.
+
+    Raises:
+        ValueError: its size in bytes has no room for a record of each kind.
+    """
+    page = config.page_size
+    found = _record_bytes(layout_below(config, TierSizes(page, page, 1)))
+    row = index_bytes(0, page, 1)
+    costs = {kind: stride_of(num_bytes) + row for kind, num_bytes in found.items()}
+    if "full" in costs:
+        costs["full"] += index_bytes(1, page) - ROW_BYTES
+    return config.disk_sizes(*(costs.get(kind, 0) for kind in KINDS))
+
+
+def _record_bytes(layout: RecordLayout) -> dict[Kind, int]:
+    """Return the bytes of a record of each kind that there is."""
+    sizes = zip(KINDS, (num_bytes for _, num_bytes in layout.shapes), strict=True)
+    return {kind: num_bytes for kind, num_bytes in sizes if num_bytes}
+
+
+def _sizes_of(cache: KVCache) -> tuple[int, int]:
+    """Return the window slots and the states of a cache."""
+    swa, states = cache.allocator.swa, cache.pools.states
+    return 0 if swa is None else swa.num_slots, 0 if states is None else states.num_slots
+
+
+def _make_keepers(cache: KVCache) -> Mapping[Kind, RecordKeeper]:
+    """Return the keepers of a new cache's records."""
+    keepers: dict[Kind, RecordKeeper] = {"full": RecordKeeper.of_pages(cache.allocator)}
+    if cache.allocator.swa is not None:
+        keepers["swa"] = RecordKeeper.of_pages(cache.allocator.swa)
+    if cache.pools.states is not None:
+        keepers["state"] = RecordKeeper.of_states(cache.pools.states)
+    return keepers
+
+
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+# ---------------------------------------------------------------- tasks of the writer's thread
+
+
+def _records(store: DiskStore, *, number: int, place: RowPlace) -> tuple[Numbers, Numbers, RowPlace | None]:
+    return store.index.records(number, place, _RECORDS_AT_ONCE)
+
+
+def _commit(store: DiskStore, *, removed: list[tuple[Kind, int]]) -> list[IndexRow]:
+    return store.index.commit(removed=removed)
+
+
+def _read_runs(
+    store: DiskStore, *, runs: RowRuns, number: int, place: RowPlace
+) -> tuple[list[RowRun], list[IndexRow], RowPlace | None]:
+    """Read some rows of a space, and note their sums."""
+    rows, after = store.index.rows(number, place, _ROWS_AT_ONCE)
+    store.note(rows)
+    done = runs.add(rows)
+    if after is None:
+        done = [*done, *runs.end()]
+    left_out, runs.left_out = runs.left_out, []
+    return done, left_out, after

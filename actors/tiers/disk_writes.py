@@ -1,0 +1,408 @@
+"""`DiskWrites`: which pages are written to a disk tier and when, on the cache's event loop."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write, Written
+from raydix.actors.tiers.record_file import stride_of
+from raydix.cache_core import KVPool, RadixKey, RecordPool
+from raydix.cache_core.tiers.index_row import IndexRow
+from raydix.cache_core.tiers.move import Move
+from raydix.cache_core.tiers.moves import Moves
+from raydix.cache_core.tiers.page_records import KINDS, Kind, PageRecords
+from raydix.cache_core.tiers.record_keeper import RecordKeeper
+from raydix.cache_core.tiers.tier import Tier
+from raydix.cache_core.tree.page_hashes import chain_hashes
+from raydix.cache_core.tree.tree_node import TreeNode
+
+logger = logging.getLogger(__name__)
+
+MOST_PAGES = 256  # of one write: their rows take about 1 ms of the loop
+_MOST_DUE = 4096  # prefixes that wait to be written
+_MOST_DUE_BYTES = 64 * 2**20  # of their token ids
+
+SpaceOf = Callable[[str | None], int | None]  # namespace -> number of its space; None: it has none, or not yet
+
+
+class Source(NamedTuple):
+    """A tier in memory above the disk.
+
+    Attributes:
+        tier: the tier.
+        pool: returns its tensors; None: they are not ready.
+    """
+
+    tier: Tier
+    pool: Callable[[], KVPool | RecordPool | None]
+
+
+@dataclass(slots=True)
+class DiskWriteCounts:
+    """Counts of prefixes and pages since the start."""
+
+    num_writes: int = 0  # batches that were committed
+    num_bytes: int = 0  # bytes of records that were committed, with their padding
+    num_failed: int = 0  # batches that failed
+    due_dropped: int = 0  # due prefixes that fell out of the queue
+    due_gone: int = 0  # due prefixes that had left memory when their turn came
+    no_room: int = 0  # due prefixes for which the disk had no free records
+    last_error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Moves that are written together.
+
+    Attributes:
+        moves: each with the `Moves` that it belongs to.
+        numbers: of their records, by kind.
+        due: the prefixes of which they are parts.
+    """
+
+    moves: list[tuple[Moves, Move]]
+    numbers: Mapping[Kind, Sequence[int]]
+    due: list[RadixKey]
+    num_bytes: int
+    reads_pool: bool
+    write: Write | None = None
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The records of a batch, by kind."""
+
+    starts: dict[Kind, list[np.ndarray]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    rows: dict[Kind, list[IndexRow]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+
+
+class DiskWrites:
+    """Writes prefixes that are due, the one used last first, from the tier in memory that has most of each.
+
+    Args:
+        sources: the tiers in memory, the pool first.
+        all_moves: from each of them to the disk.
+        keepers: of the disk's records.
+        reserve: slots of the last source that are to be on the disk or free; 0: only what is due is written.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        all_moves: Sequence[Moves],
+        keepers: Mapping[Kind, RecordKeeper],
+        reserve: int = 0,
+    ) -> None:
+        self.counts = DiskWriteCounts()
+        self.is_ahead = True  # whether the reserve is free or written, as far as it was looked at
+        self._sources = sources
+        self._all_moves = all_moves
+        self._keepers = keepers
+        self._reserve = reserve
+        self._page = all_moves[0].lower.cache.page_size
+        self._due: OrderedDict[tuple[str | None, bytes], RadixKey] = OrderedDict()  # the one used last comes last
+        self._due_bytes = 0
+        self._blocked: list[RadixKey] = []  # due prefixes of which a part is being written
+        self._batches: set[_Batch] = set()
+        self._after_writes: list[Callable[[], object]] = []
+        self._records: dict[Tier, PageRecords] = {}
+        self._strides: dict[Kind, int] = {}
+        self.on_end: Callable[[], object] = lambda: None
+
+    # ---------------------------------------------------------------- prefixes that are due
+
+    @property
+    def num_due(self) -> int:
+        """Prefixes that wait to be written."""
+        return len(self._due) + len(self._blocked)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is due, and no write is in flight."""
+        return self.is_ahead and not (self._due or self._blocked or self._batches)
+
+    @property
+    def may_look_on(self) -> bool:
+        """Whether a part of the reserve was not looked at, and no write is in flight, of which the end says more."""
+        return not (self.is_ahead or self._batches)
+
+    def ask_again(self) -> None:
+        """Look at the whole reserve again: pages of more namespaces are kept now."""
+        self._all_moves[-1].ask_again()
+
+    def offer(self, key: RadixKey) -> None:
+        """Write a prefix soon: a tree's key of whole pages."""
+        name = key.extra_key, key.data
+        if self._due.pop(name, None) is None:
+            self._due_bytes += len(key.data)
+        self._due[name] = key
+        while len(self._due) > _MOST_DUE or self._due_bytes > _MOST_DUE_BYTES:
+            self._take(next(iter(self._due)))
+            self.counts.due_dropped += 1
+
+    def _take(self, name: tuple[str | None, bytes]) -> RadixKey:
+        key = self._due.pop(name)
+        self._due_bytes -= len(key.data)
+        return key
+
+    def forget(self, is_meant: Callable[[str | None], bool]) -> None:
+        """Forget the prefixes of namespaces that are retired. Writes in flight publish nothing of them."""
+        for name in [name for name in self._due if is_meant(name[0])]:
+            self._take(name)
+        self._blocked = [key for key in self._blocked if not is_meant(key.extra_key)]
+
+    # ---------------------------------------------------------------- without tensors
+
+    def write_instantly(self, key: RadixKey) -> None:
+        """Write a prefix in this call: for tiers without KV."""
+        while (found := self._plan(key, MOST_PAGES)) is not None:
+            moves, move = found
+            moves.finish(move, move.num_pages)
+            if move.stop >= len(key):
+                break
+
+    # ---------------------------------------------------------------- writes
+
+    def set_sizes(self, record_bytes: Mapping[Kind, int]) -> int:
+        """Note the sizes of records; return the bytes that a buffer needs for the largest move that is not divided.
+
+        Args:
+            record_bytes: of a record of each kind that there is.
+        """
+        self._strides = {kind: stride_of(num_bytes) for kind, num_bytes in record_bytes.items()}
+        page_bytes = self._strides.get("full", 0) + self._strides.get("swa", 0)
+        return (self.window_pages + 1) * page_bytes + self._strides.get("state", 0)
+
+    @property
+    def window_pages(self) -> int:
+        """The pages of which the window KV is written together; 0: there is no window."""
+        window = self._all_moves[0].upper.cache.radix.parts.window
+        return 0 if window is None else -(-window.tail // self._page) + 1
+
+    def begin(self, writer: DiskWriter, space_of: SpaceOf) -> None:
+        """Begin writes while the writer takes some."""
+        while writer.may_write and not self._after_writes:
+            batch = self._next_batch(writer.buffer_bytes, space_of)
+            if batch is None:
+                return
+            self._batches.add(batch)
+
+            def gathered(batch: _Batch = batch) -> None:
+                self._end_gathering(batch)
+
+            records, source = self._records_of(batch, space_of)
+            batch.write = writer.write(records, gathered, partial(self._end, batch), source)
+
+    def _next_batch(self, buffer_bytes: int, space_of: SpaceOf) -> _Batch | None:
+        """Plan the moves of a batch, all from one tier; None: nothing is to be written."""
+        found: list[tuple[Moves, Move]] = []
+        due: list[RadixKey] = []
+        num_bytes = 0
+        page_bytes = max(1, self._strides.get("full", 0) + self._strides.get("swa", 0))
+        while (name := self._hottest(space_of)) is not None:
+            num_pages = sum(move.num_pages for _, move in found)
+            room = min(MOST_PAGES - num_pages, (buffer_bytes - num_bytes - self._strides.get("state", 0)) // page_bytes)
+            if room < 1:
+                break
+            key = self._take(name)
+            only = found[0][0] if found else None
+            planned = self._plan(key, room, only)
+            if planned is None:
+                if only is not None:
+                    self.offer(key)  # it lies in another tier, perhaps
+                    break
+                continue
+            taken = self._bytes_of(planned[1])
+            if num_bytes + taken > buffer_bytes:
+                planned[0].finish(planned[1], 0, False)
+                self.offer(key)
+                break
+            found.append(planned)
+            due.append(key)
+            num_bytes += taken
+        if not found and self._reserve:
+            found, num_bytes = self._coldest(buffer_bytes, space_of)
+        if not found:
+            return None
+        numbers = {kind: self._numbers_of(kind, [move for _, move in found]) for kind in self._keepers}
+        return _Batch(found, numbers, due, num_bytes, found[0][0].upper is self._sources[0].tier)
+
+    def _hottest(self, space_of: SpaceOf) -> tuple[str | None, bytes] | None:
+        """Return the name of the due prefix that was used last, of those that have a space."""
+        return next((name for name in reversed(self._due) if space_of(name[0]) is not None), None)
+
+    def _plan(self, key: RadixKey, num_pages: int, only: Moves | None = None) -> tuple[Moves, Move] | None:
+        """Begin to write a due prefix from the tier that has most of it.
+
+        Args:
+            only: of the only tier from which it may be written; None: of any.
+        """
+        lower = self._all_moves[0].lower.cache
+        lengths = [moves.upper.cache.radix.cached_lens(key)[0] for moves in self._all_moves]
+        stop = max(lengths)
+        if lower.radix.cached_lens(key)[0] >= min(stop, len(key)):
+            self.counts.due_gone += stop < len(key) and lower.radix.cached_lens(key)[0] < len(key)
+            return None
+        moves = self._all_moves[lengths.index(stop)]
+        if only is not None and moves is not only:
+            return None
+        node, _ = moves.upper.cache.radix.locate(key, stop)
+        if self._keepers:  # Other disks evict for a write.
+            num_pages = min(num_pages, max(1, lower.free_slots // self._page))
+        refused = moves.counts.writes_refused
+        others = [other for other in self._all_moves if other is not moves]
+        move = moves.plan_write(node, min(num_pages, moves.batch_pages), others)
+        if move is not None:
+            return moves, move
+        if moves.counts.writes_refused > refused:
+            self.counts.no_room += 1
+        elif any(not flying.is_load for other in self._all_moves for flying in other.in_flight):
+            self._blocked.append(key)
+        return None
+
+    def _coldest(self, buffer_bytes: int, space_of: SpaceOf) -> tuple[list[tuple[Moves, Move]], int]:
+        """Begin to write the KV that the last tier in memory would drop next."""
+        moves, found, num_bytes = self._all_moves[-1], list[tuple[Moves, Move]](), 0
+        moves.is_kept = lambda name: space_of(name) is not None
+        plan = moves.plan_demotion(self._reserve)
+        self.is_ahead = plan.is_ahead
+        for move in plan.moves:
+            taken = self._bytes_of(move)
+            if num_bytes + taken > buffer_bytes:
+                moves.finish(move, 0, False)
+                continue
+            found.append((moves, move))
+            num_bytes += taken
+        return found, num_bytes
+
+    def _bytes_of(self, move: Move) -> int:
+        """Return the bytes that the records of a move take in a buffer."""
+        numbers = move.num_pages, len(move.source_windows), int(move.source_state is not None)
+        return sum(number * self._strides.get(kind, 0) for kind, number in zip(KINDS, numbers, strict=True))
+
+    def _numbers_of(self, kind: Kind, moves: Iterable[Move]) -> list[int]:
+        """Return the numbers of the records of moves on the disk."""
+        if kind == "state":
+            return [move.target_states[0] for move in moves if move.target_states]
+        starts = [move.target_starts if kind == "full" else move.target_windows for move in moves]
+        numbers: list[int] = (np.concatenate(starts) // self._page).tolist()
+        return numbers
+
+    def _records_of(self, batch: _Batch, space_of: SpaceOf) -> tuple[dict[Kind, Records], PageRecords]:
+        """Return the records of a batch with their rows, and the pool of their pages. The rows are noted first."""
+        parts = _Parts()
+        for _, move in batch.moves:
+            number = space_of(move.key.extra_key)
+            assert number is not None, "a page is written for a namespace without a space"
+            self._add(parts, move, number)
+        for kind, keeper in self._keepers.items():
+            keeper.add_rows(np.array(batch.numbers[kind], np.int64))
+        records = {
+            kind: Records(np.concatenate(parts.starts[kind]), parts.rows[kind])
+            for kind in self._keepers
+            if parts.rows[kind]
+        }
+        return records, self._source_of(batch.moves[0][0].upper)
+
+    def _source_of(self, tier: Tier) -> PageRecords:
+        """Return the pool of a tier as records."""
+        if tier not in self._records:
+            pool = next(source.pool() for source in self._sources if source.tier is tier)
+            assert pool is not None, f"tier {tier.name} has pages, and no pool"
+            self._records[tier] = PageRecords(pool)
+        return self._records[tier]
+
+    def _add(self, parts: _Parts, move: Move, space: int) -> None:
+        """Add the records of a move, and their rows."""
+        page = self._page
+        digests = _path_digests(move.source.node, page)
+        first, live_from = move.first // page, move.stop // page - len(move.target_windows)
+        key, unit = move.key, move.key.unit * page
+        for place, start in enumerate(move.target_starts.tolist(), start=first):
+            ids, parent = key.data[place * unit : (place + 1) * unit], digests[place - 1] if place else None
+            parts.rows["full"].append(
+                IndexRow("full", start // page, space, place + 1, digests[place], b"", parent, ids)
+            )
+        for place, start in enumerate(move.target_windows.tolist(), start=live_from):
+            parts.rows["swa"].append(IndexRow("swa", start // page, space, place + 1, digests[place], b""))
+        parts.starts["full"].append(move.source_starts)
+        parts.starts["swa"].append(move.source_windows)
+        if move.source_state is not None:
+            last = move.stop // page - 1
+            parts.rows["state"].append(IndexRow("state", move.target_states[0], space, last + 1, digests[last], b""))
+            parts.starts["state"].append(np.array([move.source_state], np.int64))
+
+    # ---------------------------------------------------------------- ends
+
+    def _end_gathering(self, batch: _Batch) -> None:
+        """Unlock the pages of a batch: they are in a buffer, or will not be copied."""
+        for moves, move in batch.moves:
+            moves.let_go(move)
+        batch.reads_pool = False
+        if not self.lock_pool:
+            waiting, self._after_writes = self._after_writes, []
+            for resume in waiting:
+                resume()
+
+    def _end(self, batch: _Batch, written: Written) -> None:
+        """Publish the pages of a batch whose rows are committed."""
+        self._batches.discard(batch)
+        is_there = len(written.rows) == sum(map(len, batch.numbers.values()))
+        if not is_there:
+            for kind, numbers in batch.numbers.items():
+                self._keepers[kind].rows_refused(np.array(numbers, np.int64))
+        for moves, move in batch.moves:
+            is_done = is_there and not move.is_retired
+            moves.finish(move, move.num_pages if is_done else 0, is_done)
+        self.counts.num_writes += is_there
+        self.counts.num_bytes += batch.num_bytes * is_there
+        if written.error is not None:
+            self.counts.num_failed += 1
+            self.counts.last_error = str(written.error)
+            logger.warning("KV could not be written to the disk: %s", written.error)
+        elif is_there:
+            for key, (_, move) in zip(batch.due, batch.moves, strict=False):
+                if move.stop < len(key) and not move.is_retired:
+                    self.offer(key)
+        blocked, self._blocked = self._blocked, []
+        for key in blocked:
+            self.offer(key)
+        self.on_end()
+
+    # ---------------------------------------------------------------- requests that lack slots
+
+    @property
+    def lock_pool(self) -> bool:
+        """Whether pages of the pool are locked, as they are being copied to a buffer."""
+        return any(batch.reads_pool for batch in self._batches)
+
+    def cancel(self, writer: DiskWriter) -> bool:
+        """Cancel the writes that lock pages of the pool, as a request lacks slots; return True if there are none.
+
+        If False, `after_writes` calls back when the pages are unlocked: behind one chunk.
+        """
+        for batch in self._batches:
+            if batch.reads_pool and batch.write is not None:
+                writer.cancel(batch.write)
+        return not self.lock_pool
+
+    def after_writes(self, resume: Callable[[], object]) -> None:
+        """Call `resume` once, when no page of the pool is locked by a write any more."""
+        self._after_writes.append(resume)
+
+
+def _path_digests(node: TreeNode, page_size: int) -> list[bytes]:
+    """Return the digests of all pages on the path to a node."""
+    parts: list[list[str]] = []
+    while node.data:
+        parts.append(chain_hashes(node, page_size))
+        assert node.parent is not None
+        node = node.parent
+    return [bytes.fromhex(digest) for digests in reversed(parts) for digest in digests]

@@ -1,0 +1,220 @@
+"""`LowerTiers`: the host tier and the disk tier of a cache, as requests see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from raydix.actors.tiers.tier_manager import TierManager
+from raydix.cache_core import RadixKey
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.move import Move
+from raydix.cache_core.tiers.moves import Finished, Moves, check_all
+from raydix.cache_core.tiers.tier import Tier
+from raydix.schemas import InvalidRequest
+
+if TYPE_CHECKING:
+    from raydix.actors.tiers.disk_tier import DiskTier
+
+
+class LowerTiers:
+    """The tiers below the pool of a cache: at least one of the two.
+
+    A lease is filled from the host first, then from the disk, with one ticket: see `load` and `load_on`.
+
+    Args:
+        host, disk: the tiers; None: there is none.
+    """
+
+    def __init__(self, host: TierManager | None, disk: DiskTier | None) -> None:
+        self.host = host
+        self.disk = disk
+        self._all_moves: list[Moves] = [] if host is None else [host.moves]
+        if disk is not None:
+            self._all_moves += disk.all_moves
+
+    @property
+    def pool(self) -> Tier:
+        """The first tier."""
+        return self._all_moves[0].upper
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """All tiers, the pool first."""
+        below = [] if self.host is None else [self.host.moves.lower]
+        return [self.pool, *below, *([] if self.disk is None else [self.disk.tier])]
+
+    def tier(self, name: str) -> Tier:
+        """Return the tier of that name.
+
+        Raises:
+            InvalidRequest: there is no such tier.
+        """
+        tiers = {tier.name: tier for tier in self.tiers}
+        if name not in tiers:
+            raise InvalidRequest(f"tier must be one of {', '.join(map(repr, tiers))}, not {name!r:.80}")
+        return tiers[name]
+
+    @property
+    def loads_in_flight(self) -> list[Move]:
+        """The loads of leases that sessions wait for."""
+        moves = [move for some in self._all_moves for move in some.in_flight]
+        return [move for move in moves if move.is_load and move.target.filling_for]
+
+    # ---------------------------------------------------------------- writes
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether writes in flight lock pages of the pool."""
+        return bool(self.host is not None and self.host.has_writes) or (self.disk is not None and self.disk.locks_pool)
+
+    def cancel_writes(self) -> bool:
+        """Cancel the writes that lock pages of the pool; return True if all have ended.
+
+        If False, `after_writes` calls back when they have.
+        """
+        if self.host is not None and self.host.has_writes:
+            self.host.cancel_writes()
+        if self.disk is not None:
+            self.disk.cancel_writes()
+        return not self.has_writes
+
+    def after_writes(self, resume: Callable[[], object]) -> None:
+        """Call `resume` once, when no write locks pages of the pool any more."""
+
+        def go_on() -> None:
+            self.after_writes(resume)
+
+        if self.host is not None and self.host.has_writes:
+            self.host.after_writes(go_on if self.disk is not None else resume)
+        elif self.disk is not None and self.disk.locks_pool:
+            self.disk.writes.after_writes(go_on)
+        else:
+            resume()
+
+    # ---------------------------------------------------------------- loads
+
+    @contextmanager
+    def holding(self, key: RadixKey, limit: int | None) -> Iterator[None]:
+        """Lock the tiers' prefixes of a key while a lease is opened, as `Moves.holding` says."""
+        with ExitStack() as held:
+            if self.host is not None:
+                held.enter_context(self.host.holding(key, limit))
+            if self.disk is not None and self.disk.is_instant:
+                held.enter_context(self.disk.all_moves[0].holding(key, limit))
+            yield
+
+    def _longest_prefix(self, key: RadixKey) -> int:
+        return max(tier.longest_prefix(key) for tier in self.tiers)
+
+    def has_more(self, key: RadixKey) -> bool:
+        """Return whether a tier has a longer prefix of a request's key than the pool."""
+        return self._longest_prefix(key) > self.pool.longest_prefix(key)
+
+    def check_room(self, key: RadixKey) -> None:
+        """Raise OutOfSlotsError if a lease that only locks would find no room for its loads."""
+        cache = self.pool.cache
+        missing = self._longest_prefix(key) - self.pool.longest_prefix(key)
+        cache.pools.check_pages(missing // cache.page_size, cache.tenants.of(key.extra_key))
+
+    def may_load(self, timeout_s: float | None) -> bool:
+        """Return whether a request may load anything: its time limit, or that of a tier, is not 0."""
+        if timeout_s is not None:
+            return timeout_s > 0
+        return any(tier.config.load_timeout_s > 0 for tier in (self.host, self.disk) if tier is not None)
+
+    def wait_s(self, load: Move, timeout_s: float | None) -> float:
+        """Return how long another request waits for a load, at most."""
+        if timeout_s is not None:
+            return timeout_s
+        config = self.disk.config if self._is_of_disk(load) else self.host.config  # type: ignore[union-attr]
+        return config.load_timeout_s
+
+    def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float | None) -> Move | None:
+        """Begin to load the part of a new lease's prompt that the next tier has and the pool lacks.
+
+        Args:
+            limit: the lease reuses at most so many tokens.
+            timeout_s: of the request; None: each tier's own.
+
+        Returns:
+            The move in flight, for `when_loaded`; None: there is nothing to load, or it was loaded in this call.
+
+        Raises:
+            OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
+        """
+        if self.host is not None:
+            own_s = self.host.config.load_timeout_s if timeout_s is None else timeout_s
+            if own_s and (move := self.host.load(lease, limit, own_s)) is not None:
+                return move
+        return self._load_from_disk(lease, limit, timeout_s)
+
+    def load_on(
+        self, lease: LeaseRecord, before: Move, finished: Finished, limit: int | None, left_s: float | None
+    ) -> Move | None:
+        """Begin the next load of a lease, in the step in which one has ended, before its session gets it.
+
+        Args:
+            before: the load that has ended, with the result `finished`. If it is not whole, nothing follows.
+            left_s: of the request's time limit; None: it has none.
+
+        Returns, Raises: as `load`.
+        """
+        if self._is_of_disk(before) or finished.num_tokens < before.stop - before.first:
+            return None
+        return self._load_from_disk(lease, limit, left_s)
+
+    def _load_from_disk(self, lease: LeaseRecord, limit: int | None, timeout_s: float | None) -> Move | None:
+        if self.disk is None:
+            return None
+        own_s = self.disk.config.load_timeout_s if timeout_s is None else timeout_s
+        return self.disk.loads.load(lease, limit, own_s) if own_s > 0 else None
+
+    def _is_of_disk(self, load: Move) -> bool:
+        return self.disk is not None and load.source_tier is self.disk.tier
+
+    def when_loaded(self, load: Move, on_end: Callable[[Finished], object]) -> None:
+        """Call `on_end` on the loop when the load of a lease has ended."""
+        if self._is_of_disk(load):
+            assert self.disk is not None
+            self.disk.loads.when_loaded(load, on_end)
+        else:
+            assert self.host is not None
+            self.host.when_loaded(load, on_end)
+
+    def running_load(self, key: RadixKey, limit: int | None) -> Move | None:
+        """Return the load in flight that brings the next page of a request's key; None if there is none."""
+        found = None if self.host is None else self.host.running_load(key, limit)
+        return self.disk.loads.running_load(key, limit) if found is None and self.disk is not None else found
+
+    def wait_for(self, load: Move, resume: Callable[[bool], object]) -> None:
+        """Call `resume(is_whole)` when a load has ended. Callbacks run in the order of their registration."""
+        if self._is_of_disk(load):
+            assert self.disk is not None
+            self.disk.loads.wait_for(load, resume)
+        else:
+            assert self.host is not None
+            self.host.wait_for(load, resume)
+
+    def give_back(self, lease: LeaseRecord) -> None:
+        """End a new lease for which `load` found no room: see `Moves.give_back`."""
+        self._all_moves[0].give_back(lease)
+
+    def prefetch(self, key: RadixKey) -> int:
+        """Begin to load the prefix of a key for no lease; return the number of tokens to load.
+
+        It is loaded from the host if that has the next page, else from the disk.
+        """
+        num_tokens = 0 if self.host is None else self.host.prefetch(key)
+        return self.disk.prefetch(key) if not num_tokens and self.disk is not None else num_tokens
+
+    # ---------------------------------------------------------------- checks
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a rule of a tier or of a move is broken. O(n)."""
+        check_all(self._all_moves)
+        if self.host is not None:
+            self.host.check_copies()
+        if self.disk is not None:
+            self.disk.check_invariants()
