@@ -30,6 +30,7 @@ from raydix.actors.transport.validation import (
 )
 from raydix.schemas import (
     AbortRequest,
+    Ack,
     AcquireRequest,
     AdoptRequest,
     AdoptResponse,
@@ -648,7 +649,7 @@ class PrefixCacheClient:
 
         The label of the base's weights is forgotten.
         """
-        await self.session.ask(ResetRequest())
+        await self._ask(ResetRequest(), Ack)
 
     async def set_weights(self, label: str) -> int:
         """Name the base's new weights and `reset`, in one step. No effect if the base has this label already.
@@ -732,7 +733,10 @@ class PrefixCacheClient:
         await self.session.ask(CheckInvariantsRequest())
 
     async def _ask(self, request: Message, model: type[M]) -> M:
-        return checked_response(model, (await self.session.ask(request))[0])
+        response, transport = await self.session.ask(request)
+        if isinstance(response, WaitingResponse):  # a retirement, until the disk has committed it
+            response = await self.session.wait(transport, response.ticket)
+        return checked_response(model, response)
 
     # ---------------------------------------------------------------- KV events
 

@@ -241,7 +241,7 @@ def _make_host(config: CacheConfig, device: torch.device, node_id: str, restarts
     deadline = time.monotonic() + _MEMORY_TIMEOUT_S
     while True:
         try:
-            return CacheHost(config, device, node_id, share=True, restarts=restarts)
+            return CacheHost(config, device, node_id, share=True, restarts=restarts, name=_own_name())
         except CacheUnavailable as error:
             if time.monotonic() > deadline or not restarts.times:
                 raise

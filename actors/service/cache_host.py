@@ -41,12 +41,18 @@ class CacheHost:
     """
 
     def __init__(
-        self, config: CacheConfig, device: torch.device, node_id: str, share: bool, restarts: Restarts = NEVER_RESTARTED
+        self,
+        config: CacheConfig,
+        device: torch.device,
+        node_id: str,
+        share: bool,
+        restarts: Restarts = NEVER_RESTARTED,
+        name: str = "local",
     ) -> None:
         epoch = uuid.uuid4().hex
         self.exported = ExportedPool(config, device, epoch, node_id, share)
         medium = "GPU" if device.type == "cuda" else "CPU"
-        self.service = CacheService(config, epoch, self.exported.pool, medium, restarts=restarts)
+        self.service = CacheService(config, epoch, self.exported.pool, medium, restarts=restarts, name=name)
         self._loop: asyncio.AbstractEventLoop | None = None  # of all its calls
         self._loop_lock = threading.Lock()
 

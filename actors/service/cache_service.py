@@ -36,15 +36,17 @@ How a request runs: one `acquire` of a cached prompt over the Unix socket, from 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from raydix.actors.metrics.distribution import ACQUIRE_S, BATCH_SIZES, Distribution
 from raydix.actors.observe.ghost import Ghost
 from raydix.actors.observe.insight import Insight
 from raydix.actors.observe.loop_lag import LoopLag
 from raydix.actors.observe.recordings import Recordings
-from raydix.actors.service.core_factory import build_core, build_moves, host_gauge
+from raydix.actors.service.core_factory import build_core, build_disk_cache, build_moves, host_gauge
 from raydix.actors.service.eviction_task import EvictionTask, PoolGauge
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.service.request_handlers import Answer, RequestHandlers
@@ -59,12 +61,14 @@ from raydix.actors.sessions.refusals import Refusals
 from raydix.actors.sessions.session_reaper import SessionReaper
 from raydix.actors.sessions.session_table import Session
 from raydix.actors.sessions.wait_queue import WaitQueue
+from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.actors.tiers.tier_manager import TierManager
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.validation import checked_message, checked_seconds
-from raydix.cache_core import KVPool, OutOfSlotsError, RecordPool
+from raydix.cache_core import KVCache, KVPool, OutOfSlotsError, RecordPool
 from raydix.cache_core.leases.lease_table import TIERS
+from raydix.cache_core.tiers.tier import Tier
 from raydix.schemas import (
     Batch,
     BatchResponse,
@@ -88,10 +92,16 @@ from raydix.schemas import (
 from raydix.schemas.message import Malformed
 from raydix.schemas.requests import DEVICE
 
+if TYPE_CHECKING:
+    from raydix.actors.tiers.disk_tier import DiskTier
+
+logger = logging.getLogger(__name__)
+
 _DRAINING = "the cache is draining: it is shutting down, so leases may end but not begin or grow"
 _SHUT_DOWN = "the cache has been shut down"
 _DRAIN_POLL_S = 0.05
 _NUM_OWNERS = 32  # owners that the statistics name
+_DISK_CLOSE_S = 5.0  # for which the end of a cache waits for a disk that does not answer
 _TURN_TIMEOUT_S = 5.0  # a batch waits so long for the one before it
 
 
@@ -109,6 +119,7 @@ class CacheService:
         medium: where the KV is, for events: "GPU" or "CPU"; with a host tier it is always "GPU".
         clock: seconds, of any origin; by it sessions expire.
         restarts: of this cache, before this life of it.
+        name: of the cache: of its folder on the disk.
     """
 
     def __init__(
@@ -119,6 +130,7 @@ class CacheService:
         medium: str = "CPU",
         clock: Callable[[], float] = time.monotonic,
         restarts: Restarts = NEVER_RESTARTED,
+        name: str = "local",
     ) -> None:
         self.config = config
         self._restarts = restarts
@@ -132,6 +144,9 @@ class CacheService:
         self.core, gauges = build_core(config, pool, self._on_pressure)
         self.tiers = self._make_tiers(pool, gauges)
         self.bindings = ModelBindings(self.core, config.fingerprint)
+        self.disk = self._make_disk(pool, medium, name)
+        has_lower = self.tiers is not None or self.disk is not None
+        self.lower = LowerTiers(self.tiers, self.disk) if has_lower else None
         self.reaper = SessionReaper(config.leases, self.core, self.wait_queue, self._after_session, clock)
         self.sessions = self.reaper.sessions
         write_ahead = None if self.tiers is None or self.tiers.is_instant else self.tiers.write_ahead
@@ -141,14 +156,14 @@ class CacheService:
         self.lag = LoopLag()
         self._refusals = Refusals(self.core, self._owners)
         self._admission = Admission(
-            self.core, self.wait_queue, self._refusals, self.bindings, self.offers, self.tiers, config.leases
+            self.core, self.wait_queue, self._refusals, self.bindings, self.offers, self.lower, config.leases
         )
         self._deadlocks = Deadlocks(self.core, self.wait_queue, self._refusals)
         self.feeds = TierFeeds(config, epoch, self._load, clock)
-        if self.tiers is None:
+        if self.lower is None:
             self.feeds.add(DEVICE, medium, self.core)
         else:
-            for tier in (self.tiers.moves.upper, self.tiers.moves.lower):
+            for tier in self.lower.tiers:
                 self.feeds.add(tier.name, tier.medium, tier.cache)
 
         self.core.use_clock(clock)
@@ -160,7 +175,7 @@ class CacheService:
             self._admission,
             self.offers,
             self.bindings,
-            self.tiers,
+            self.lower,
             self.feeds,
             self.stats,
             self.insight.unused_s,
@@ -183,6 +198,38 @@ class CacheService:
         tiers.may_begin = lambda: not (self._draining or self.wait_queue.waiting)
         return tiers
 
+    def _make_disk(self, pool: KVPool | RecordPool | None, medium: str, name: str) -> DiskTier | None:
+        """Return the disk tier; None without one.
+
+        Raises:
+            CacheUnavailable: its size has no room for a page.
+        """
+        if self.config.disk is None:
+            return None
+        # This imports xxhash.
+        from raydix.actors.tiers.disk_tier import DiskTier, disk_sizes
+        from raydix.actors.tiers.disk_writes import Source
+
+        assert isinstance(self.core, KVCache), "the configuration refuses other kinds"
+        try:
+            cache = build_disk_cache(self.config, disk_sizes(self.config))
+        except ValueError as error:
+            raise CacheUnavailable(f"the disk tier cannot be made: {error}") from error
+        host = self.tiers
+        sources = [Source(Tier(DEVICE, medium, self.core) if host is None else host.moves.upper, lambda: pool)]
+        if host is not None:
+            sources.append(Source(host.moves.lower, lambda: host.lower_pool))
+        disk = DiskTier(self.config, name, sources, cache, self._models_of, self._after_moves)
+        disk.may_begin = lambda: not self.wait_queue.waiting
+        return disk
+
+    def _models_of(self, extra_key: str | None) -> tuple[str | None, ...] | None:
+        """Return the models of a namespace for the disk: those that are bound, or the one that `disk` names."""
+        assert self.config.disk is not None
+        if self.bindings.base is None and self.config.disk.fingerprint:
+            return self.config.disk.fingerprint, None, ""
+        return self.bindings.models_of(extra_key)
+
     def _on_pressure(self) -> None:
         self.eviction_task.note_pressure()
 
@@ -194,9 +241,10 @@ class CacheService:
 
     def _reclaim(self, max_tokens: int) -> int:
         """Free about so many slots of retired namespaces, in all tiers; return their number."""
-        freed = self.core.reclaim(max_tokens)
-        below = self.core.below
-        return freed if freed or below is None else below.reclaim(max_tokens)
+        freed, cache = self.core.reclaim(max_tokens), self.core.below
+        while not freed and cache is not None:
+            freed, cache = cache.reclaim(max_tokens), cache.below
+        return freed
 
     # ---------------------------------------------------------------- sessions
 
@@ -217,6 +265,8 @@ class CacheService:
             self.bindings.lapse(request.session_id, request.bound, request.bound_more)
         if self.tiers is not None:
             self.tiers.start()
+        if self.disk is not None:
+            self.disk.start()
         self.eviction_task.start()
         self.lag.start()
         self.insight.start()
@@ -232,6 +282,9 @@ class CacheService:
         self.wait_queue.change_loop()
         if self.tiers is not None:
             self.tiers.stop_copies()
+        if self.disk is not None and not self.disk.is_instant:
+            logger.warning("the cache serves without its disk from now on, as its event loop was closed")
+            self.disk.close(_DISK_CLOSE_S)
         self.recordings.change_loop()
         self.feeds.change_loop()
         self.eviction_task.change_loop()
@@ -260,6 +313,8 @@ class CacheService:
         """Serve queued requests: slots may have become free. Resolve deadlocks of the others."""
         self.wait_queue.serve()
         self._deadlocks.resolve()
+        if self.disk is not None:
+            self.disk.wake()
 
     def session(self, session_id: str, epoch: str) -> Session:
         """Return the open session that a message names, and move its deadline.
@@ -311,6 +366,9 @@ class CacheService:
         if self.recordings.status() is not None:
             await self.recordings.stop()
         await self.eviction_task.stop()
+        if self.disk is not None:
+            await self.disk.flush(self.disk.config.flush_s)
+            self.disk.close(_DISK_CLOSE_S)
         if self.tiers is not None:
             self.tiers.close()
 
@@ -396,7 +454,7 @@ class CacheService:
                 self._insert_latency.add(took_s, num_inserts)
         if self.config.validate:
             try:
-                (self.core if self.tiers is None else self.tiers).check_invariants()
+                (self.core if self.lower is None else self.lower).check_invariants()
             except AssertionError as error:
                 raise to_cache_error(error) from error
         return BatchResponse(self.epoch, responses)
@@ -429,9 +487,8 @@ class CacheService:
             leased += lease.num_slots
             if not lease.only_locks:
                 unpublished += max(0, len(lease.key) - max(lease.prefix_len, self.core.published_len(lease)))
-        moves = [] if self.tiers is None else self.tiers.moves.in_flight
-        loads = [move for move in moves if move.is_load and move.target.filling_for and not move.target.only_locks]
-        loading = sum(move.num_tokens for move in loads)
+        loads = [] if self.lower is None else self.lower.loads_in_flight
+        loading = sum(move.num_tokens for move in loads if not move.target.only_locks)
         return CacheLoad(self.wait_queue.num_tokens(), leased, unpublished, self.core.private_slots, loading)
 
     async def next_events(self, request: NextEvents) -> PackedEvents:

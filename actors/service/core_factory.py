@@ -66,6 +66,18 @@ def build_moves(config: CacheConfig, core: LeasedCache, on_pressure: Callable[[]
     return Moves(Tier("device", "GPU", core), Tier("host", "CPU", below), page_bytes)
 
 
+def build_disk_cache(config: CacheConfig, sizes: TierSizes) -> KVCache:
+    """Return the empty cache of a disk tier.
+
+    Args:
+        config: of the cache; it has `disk`.
+        sizes: of the tier.
+    """
+    allocator = _make_allocator(sizes, config.page_size, config.sliding_window_size)
+    states = MambaPool(sizes.num_state_slots) if sizes.num_state_slots else None
+    return KVCache(_make_tree(config, "lru", allocator, states), allocator, states=states, bigram=config.bigram)
+
+
 def host_gauge(config: HostConfig, moves: Moves) -> PoolGauge:
     """Return the gauge of a host tier that the eviction task keeps below its high watermark."""
     below = moves.lower.cache

@@ -12,7 +12,7 @@ from raydix.actors.sessions.admission import Admission, key_of, packed
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.wait_queue import WaitQueue
-from raydix.actors.tiers.tier_manager import TierManager
+from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.cache_core import LeasedCache, OutOfSlotsError
 from raydix.cache_core.outline import OutlineLimits
 from raydix.schemas import (
@@ -100,7 +100,7 @@ class RequestHandlers:
         admission: Admission,
         offers: LeaseOffers,
         bindings: ModelBindings,
-        tiers: TierManager | None,
+        tiers: LowerTiers | None,
         feeds: TierFeeds,
         stats: Callable[[], CacheStats],
         unused_s: Callable[[int], float | None],
@@ -146,7 +146,8 @@ class RequestHandlers:
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
         key = key_of(request.tokens, request.namespace)
         match = self._core.match(key)
-        host_len = 0 if self._tiers is None else max(match.prefix_len, self._tiers.longest_prefix(key))
+        host = None if self._tiers is None else self._tiers.host
+        host_len = 0 if host is None else max(match.prefix_len, host.longest_prefix(key))
         return MatchResponse(
             prefix_len=match.prefix_len,
             full_prefix_len=max(match.prefix_len, match.full_prefix_len),
@@ -221,7 +222,10 @@ class RequestHandlers:
         )
 
     def _bind_model(self, session_id: str, request: BindModelRequest) -> BindModelResponse:
-        return BindModelResponse(generation=self._bindings.bind(session_id, request.lora_id, request.fingerprint))
+        generation = self._bindings.bind(session_id, request.lora_id, request.fingerprint)
+        if self._tiers is not None and self._tiers.disk is not None:
+            self._tiers.disk.bind()
+        return BindModelResponse(generation=generation)
 
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
         if self._tiers is not None:
@@ -236,23 +240,32 @@ class RequestHandlers:
         key = key_of(request.tokens, request.namespace)
         return PrefetchResponse(num_tokens=0 if self._tiers is None else self._tiers.prefetch(key))
 
-    def _reset(self, session_id: str, request: ResetRequest) -> Ack:
+    def _reset(self, session_id: str, request: ResetRequest) -> Message:
         self._bindings.end_all()
         self._core.reset()
-        return Ack()
+        return self._after_commit(session_id, Ack())
 
-    def _retire(self, session_id: str, request: RetireRequest) -> RetireResponse:
+    def _retire(self, session_id: str, request: RetireRequest) -> Message:
         wanted = (request.extra_key, request.lora_id, request.cache_salt)
         if wanted == (None, None, None):
             raise InvalidRequest("name at least one of extra_key, lora_id and cache_salt; reset() retires everything")
         if request.lora_id is not None and request.extra_key is request.cache_salt is None:
             self._bindings.end_generation(request.lora_id)
-        return RetireResponse(num_namespaces=self._core.retire(namespaces_of(*wanted)))
+        response = RetireResponse(num_namespaces=self._core.retire(namespaces_of(*wanted)))
+        return self._after_commit(session_id, response)
 
-    def _set_weights(self, session_id: str, request: SetWeightsRequest) -> WeightsResponse:
+    def _set_weights(self, session_id: str, request: SetWeightsRequest) -> Message:
         if self._bindings.set_weights(request.label):
             self._core.reset()
-        return self._weights()
+        return self._after_commit(session_id, self._weights())
+
+    def _after_commit(self, session_id: str, response: Message) -> Message:
+        """Return a response, or a ticket for it if the disk has not committed all retirements yet."""
+        disk = None if self._tiers is None else self._tiers.disk
+        deletion = None if disk is None else disk.deletion()
+        if disk is None or deletion is None:
+            return response
+        return self._admission.wait_for_commit(session_id, response, deletion, disk.config.load_timeout_s)
 
     def _weights(self) -> WeightsResponse:
         label, generation = self._bindings.weights
@@ -262,9 +275,9 @@ class RequestHandlers:
         key = key_of(request.tokens, request.namespace)
         found = self._core.explain(key)
         other, host_len = found.elsewhere, 0
-        if self._tiers is not None:
-            host_len = max(found.prefix_len, self._tiers.longest_prefix(key))
-            whole = len(self._tiers.moves.upper.cache.tree_key(key)) // self._core.page_size * self._core.page_size
+        if self._tiers is not None and self._tiers.host is not None:
+            host_len = max(found.prefix_len, self._tiers.host.longest_prefix(key))
+            whole = len(self._tiers.pool.cache.tree_key(key)) // self._core.page_size * self._core.page_size
             found.was_dropped &= host_len < whole
         fields: tuple[str | None, str | None, str | None] = (None, None, None)
         if other is not None and other.extra_key is not None:

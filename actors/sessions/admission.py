@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +14,14 @@ from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.refusals import Refusals
 from raydix.actors.sessions.wait_queue import Position, Waiter, WaitQueue
-from raydix.actors.tiers.tier_manager import TierManager
+from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.move import Move
 from raydix.cache_core.tiers.moves import Finished
 from raydix.schemas import (
     AcquireRequest,
+    CacheUnavailable,
     ExtendRequest,
     ExtendResponse,
     LeaseConfig,
@@ -31,6 +33,11 @@ from raydix.schemas import (
 )
 
 _INT32 = np.dtype("<i4")
+_COMMIT = "\0commit"  # lease id of the tickets that wait for the disk's commit
+_NOT_COMMITTED = (
+    "the memory of the cache is clean, but the disk has not confirmed it: a restart before it does may bring the pages "
+    "back for sessions that bind equal fingerprints. The disk goes on trying; a repeated call waits for it again"
+)
 _WRITES = "writes"  # `Waiter.waits_for` of a request that waits for the end of writes
 
 
@@ -43,12 +50,14 @@ class _Asked:
         request: the request.
         key: the lease's key.
         num_tokens: size of the lease; 0 for a lock.
+        loads_until: the time at which its loads end, if the request has a limit of its own.
     """
 
     session_id: str
     request: AcquireRequest | ExtendRequest | LockRequest
     key: RadixKey
     num_tokens: int
+    loads_until: float | None = None
 
     @property
     def limit(self) -> int | None:
@@ -73,7 +82,7 @@ class Admission:
         refusals: makes and counts the errors.
         bindings: the models of sessions.
         offers: the offers of leases; a `lock` may ask for one.
-        tiers: loads prefixes; None: there is no tier below the pool.
+        tiers: load prefixes; None: there is no tier below the pool.
         config: has the time limit of requests that name none.
     """
 
@@ -84,7 +93,7 @@ class Admission:
         refusals: Refusals,
         bindings: ModelBindings,
         offers: LeaseOffers,
-        tiers: TierManager | None,
+        tiers: LowerTiers | None,
         config: LeaseConfig,
     ) -> None:
         self.num_acquires = self.num_locks = 0
@@ -225,19 +234,19 @@ class Admission:
         if tiers is None:
             lease = self._begin(asked)
             return self.lease_response(lease) if type(request) is AcquireRequest else self._hand_out(asked, lease)
-        timeout_s = tiers.config.load_timeout_s if request.load_timeout_s is None else request.load_timeout_s
-        if (waiter is not None and not waiter.may_load) or not (request.load and timeout_s):
+        timeout_s = request.load_timeout_s
+        if (waiter is not None and not waiter.may_load) or not (request.load and tiers.may_load(timeout_s)):
             return self._hand_out(asked, self._begin(asked))
         if (open_lease := core.leases.find_unended(request.lease_id, asked.session_id)) is not None:
             return self._hand_out(asked, open_lease)
         if (running := tiers.running_load(asked.key, asked.limit)) is not None:
-            return self._wait_behind(asked, waiter, running, timeout_s)
+            return self._wait_behind(asked, waiter, running, tiers.wait_s(running, timeout_s))
         is_in_turn = not self._wait_queue.waiting or (waiter is not None and waiter.is_queued)
         if type(request) is LockRequest and not is_in_turn and tiers.has_more(asked.key):
             raise self._queued_error(0)  # its load would take the slots that others wait for
         return self._begin_and_load(asked, waiter, timeout_s)
 
-    def _begin_and_load(self, asked: _Asked, waiter: Waiter | None, timeout_s: float) -> Message | None:
+    def _begin_and_load(self, asked: _Asked, waiter: Waiter | None, timeout_s: float | None) -> Message | None:
         tiers = self._tiers
         assert tiers is not None
         if type(asked.request) is LockRequest:
@@ -247,12 +256,14 @@ class Admission:
             try:
                 load = tiers.load(lease, asked.limit, timeout_s)
             except OutOfSlotsError:
-                tiers.moves.give_back(lease)
+                tiers.give_back(lease)
                 raise
         if load is None:
             return self._hand_out(asked, lease)
         own = self._give_ticket(asked) if waiter is None else waiter
-        tiers.when_loaded(load, partial(self._end_load, asked, own))
+        if timeout_s is not None:
+            asked.loads_until = monotonic() + timeout_s
+        tiers.when_loaded(load, partial(self._end_load, asked, own, load))
         return self._wait_for(own, load, is_new=waiter is None)
 
     def _begin(self, asked: _Asked) -> LeaseRecord:
@@ -362,15 +373,51 @@ class Admission:
         if answer is not None:
             self._wait_queue.settle(waiter, answer)
 
-    def _end_load(self, asked: _Asked, waiter: Waiter, finished: Finished) -> None:
-        """Answer the request of a load that has ended, or try it again."""
+    def _end_load(self, asked: _Asked, waiter: Waiter, load: Move, finished: Finished) -> None:
+        """Go on with the next load of a request, answer it, or try it again."""
         lease = finished.lease
         if finished.must_restart:
             self._resume(asked, waiter, waiter.waits_for)
         elif lease is not None and waiter.outcome.done():
             self._core.release(lease.lease_id, asked.session_id)  # it was refused meanwhile
-        elif lease is not None:
+        elif lease is not None and not self._load_on(asked, waiter, load, finished):
             self._wait_queue.settle(waiter, self._hand_out(asked, lease))
+
+    def _load_on(self, asked: _Asked, waiter: Waiter, before: Move, finished: Finished) -> bool:
+        """Begin the next load of a lease that was loaded from one tier; return False if there is none."""
+        lease, left_s = finished.lease, None
+        assert self._tiers is not None and lease is not None
+        if asked.loads_until is not None:
+            left_s = max(0.0, asked.loads_until - monotonic())
+        try:
+            load = self._tiers.load_on(lease, before, finished, asked.limit, left_s)
+        except OutOfSlotsError:  # a lock: it keeps the first load
+            return False
+        if load is None:
+            return False
+        self._tiers.when_loaded(load, partial(self._end_load, asked, waiter, load))
+        self._wait_for(waiter, load, is_new=False)
+        return True
+
+    def wait_for_commit(
+        self, session_id: str, response: Message, deletion: asyncio.Future[None], timeout_s: float
+    ) -> WaitingResponse:
+        """Return a ticket for a response that waits until the disk has committed a retirement.
+
+        Args:
+            deletion: ends with the commit.
+            timeout_s: after this time the ticket ends with CacheUnavailable. The disk goes on trying.
+        """
+        queue = self._wait_queue
+        waiter = queue.give_ticket(session_id, _COMMIT, Position(None, False, lambda: False))
+
+        def settle(answer: Message | Exception) -> None:
+            if not waiter.outcome.done():
+                queue.settle(waiter, answer)
+
+        deletion.add_done_callback(lambda _: settle(response))
+        waiter.timer = asyncio.get_running_loop().call_later(timeout_s, settle, CacheUnavailable(_NOT_COMMITTED))
+        return self._ticket(waiter)
 
     # ---------------------------------------------------------------- waits for room
 

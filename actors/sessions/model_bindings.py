@@ -99,6 +99,19 @@ class ModelBindings:
         self.sessions[session_id].add(lora_id, binding.generation)
         return binding.generation
 
+    def models_of(self, extra_key: str | None) -> tuple[str, str | None, str] | None:
+        """Return the models that compute the KV of a namespace, and the label of the base's weights; None: not bound.
+
+        The first two are the fingerprints of the base and of the adapter; None without an adapter.
+        """
+        base = self._bindings.get(None)
+        lora_id = None if extra_key is None else unframe_namespace(extra_key)[1]
+        adapter = None if lora_id is None else self._bindings.get(lora_id)
+        if base is None or (lora_id is not None and adapter is None):
+            return None
+        name = None if adapter is None else str(adapter.fingerprint)
+        return str(base.fingerprint), name, self.weights.label or ""
+
     def lapse(self, session_id: str, lora_ids: Iterable[str | None], more: bool) -> None:
         """Require a client that has come back in a new session to bind again each model that it had bound."""
         self.sessions[session_id] = bound = BoundModels()
