@@ -147,7 +147,7 @@ class RequestHandlers:
         key = key_of(request.tokens, request.namespace)
         match = self._core.match(key)
         host = None if self._tiers is None else self._tiers.host
-        host_len = 0 if host is None else max(match.prefix_len, host.longest_prefix(key))
+        host_len = 0 if host is None else max(match.prefix_len, host.moves.lower.longest_prefix(key))
         return MatchResponse(
             prefix_len=match.prefix_len,
             full_prefix_len=max(match.prefix_len, match.full_prefix_len),
@@ -276,7 +276,7 @@ class RequestHandlers:
         found = self._core.explain(key)
         other, host_len = found.elsewhere, 0
         if self._tiers is not None and self._tiers.host is not None:
-            host_len = max(found.prefix_len, self._tiers.host.longest_prefix(key))
+            host_len = max(found.prefix_len, self._tiers.host.moves.lower.longest_prefix(key))
             whole = len(self._tiers.pool.cache.tree_key(key)) // self._core.page_size * self._core.page_size
             found.was_dropped &= host_len < whole
         fields: tuple[str | None, str | None, str | None] = (None, None, None)

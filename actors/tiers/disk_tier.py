@@ -23,21 +23,24 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
+from raydix.actors.tiers.copier import Copied
 from raydix.actors.tiers.disk_errors import DiskError, FolderInUse
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S
 from raydix.actors.tiers.disk_index import ROW_BYTES, IndexLayout, index_bytes
-from raydix.actors.tiers.disk_loads import DiskLoads
+from raydix.actors.tiers.disk_readers import DiskReaders
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Done
 from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWriteCounts, DiskWrites, Source
 from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.record_file import stride_of
+from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.transport.pool_shapes import layout_below, records_below
 from raydix.cache_core import KVCache, RadixKey, RecordLayout
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces, Models
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
-from raydix.cache_core.tiers.moves import MoveCounts, Moves
+from raydix.cache_core.tiers.moves import Finished, MoveCounts, Moves
 from raydix.cache_core.tiers.page_records import KINDS, Kind
 from raydix.cache_core.tiers.record_keeper import Numbers, RecordKeeper
 from raydix.cache_core.tiers.row_runs import RowRun, RowRuns
@@ -101,7 +104,9 @@ class DiskTier:
     Attributes:
         tier: the disk's tier.
         all_moves: from each source to the disk; the loads are those of the first.
-        loads, writes: of the disk.
+        loads: from the disk to the first tier.
+        readers: the threads of the loads.
+        writes: to the disk.
         may_begin: returns whether writes and prefetches may begin, as no request needs the slots. Call `wake` when it
             is true again.
     """
@@ -145,7 +150,17 @@ class DiskTier:
         self.writes = DiskWrites(sources, self.all_moves, self.keepers, 0 if self.is_instant else reserve)
         self.writes.on_end = self._after_write
         self._buffer_bytes = max(BUFFER_BYTES, self.writes.set_sizes(_record_bytes(self._layout)))
-        self.loads = DiskLoads(self.all_moves[0], self._after_load, clock)
+        self.readers = DiskReaders(clock)
+        self.loads = TierLoads(
+            self.all_moves[0],
+            self.config.load_timeout_s,
+            self._finish_load,
+            self._after_load,
+            self._may_load,
+            self._may_prefetch,
+            may_stall=True,
+            clock=clock,
+        )
         self._writer: DiskWriter | None = None
         self._store: DiskStore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -217,12 +232,12 @@ class DiskTier:
             writes=self.writes.counts,
             num_uses=0 if self.uses is None else self.uses.num_uses,
             num_first_uses=0 if self.uses is None else self.uses.num_first_uses,
-            loaded_bytes=self.loads.num_bytes,
-            load_s=self.loads.seconds,
-            queued_bytes=self.loads.queued_bytes,
+            loaded_bytes=self.readers.num_bytes,
+            load_s=self.readers.seconds,
+            queued_bytes=self.readers.queued_bytes,
             num_late=self.loads.num_late,
             num_stalls=self.loads.num_stalls,
-            num_damaged=self.loads.num_damaged,
+            num_damaged=self.readers.num_damaged,
         )
 
     # ---------------------------------------------------------------- opening
@@ -254,7 +269,8 @@ class DiskTier:
             self._store = found
             pool = self._sources[0].pool()
             assert pool is not None
-            self.loads.open(pool, found)
+            token_bytes = self.readers.open(pool, found)
+            self.loads.open(self.readers.copiers, token_bytes)
             self._state = "reading"
             await self._read()
         except (CacheUnavailable, DiskError) as error:
@@ -543,12 +559,19 @@ class DiskTier:
         """Cancel the writes that lock pages of the pool; return True if there are none. See `DiskWrites.cancel`."""
         return self._writer is None or self.writes.cancel(self._writer)
 
-    def prefetch(self, key: RadixKey) -> int:
-        """Begin to load the prefix of a key for no lease; return the number of tokens to load.
+    def _may_load(self) -> bool:
+        """Return whether loads may begin."""
+        return self.is_instant or (bool(self.readers.copiers) and not self._is_closed)
 
-        0: nothing to load, no room, or requests wait for room.
-        """
-        return self.loads.prefetch(key) if self.may_begin() else 0
+    def _may_prefetch(self) -> bool:
+        return self.may_begin()
+
+    def _finish_load(self, batch: MoveBatch, copied: Copied) -> tuple[Finished, bool]:
+        """End the only move of a batch; return its result, and whether all of it was read."""
+        ((move, num_pages, is_whole),) = batch.results(copied)
+        finished = self.all_moves[0].finish(move, num_pages, is_whole)
+        self.readers.drop_damaged(move, self.tier.cache)
+        return finished, is_whole
 
     # ---------------------------------------------------------------- retirements
 
@@ -644,6 +667,7 @@ class DiskTier:
         if self._timer is not None:
             self._timer.cancel()
         has_ended = self.loads.close(timeout_s)
+        self.readers.close(timeout_s if has_ended else 0.0)
         if self._writer is not None:
             has_ended = self._writer.close(timeout_s) and has_ended
         return has_ended

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.tiers.tier_manager import TierManager
+from raydix.actors.transport.validation import unknown_tier
 from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.move import Move
 from raydix.cache_core.tiers.moves import Finished, Moves, check_all
 from raydix.cache_core.tiers.tier import Tier
-from raydix.schemas import InvalidRequest
 
 if TYPE_CHECKING:
     from raydix.actors.tiers.disk_tier import DiskTier
@@ -30,6 +31,9 @@ class LowerTiers:
     def __init__(self, host: TierManager | None, disk: DiskTier | None) -> None:
         self.host = host
         self.disk = disk
+        # From the next tier to the last one.
+        self._loads = [tier.loads for tier in (host, disk) if tier is not None]
+        self._loads_from = {loads.moves.lower: loads for loads in self._loads}
         self._all_moves: list[Moves] = [] if host is None else [host.moves]
         if disk is not None:
             self._all_moves += disk.all_moves
@@ -42,8 +46,7 @@ class LowerTiers:
     @property
     def tiers(self) -> list[Tier]:
         """All tiers, the pool first."""
-        below = [] if self.host is None else [self.host.moves.lower]
-        return [self.pool, *below, *([] if self.disk is None else [self.disk.tier])]
+        return [self.pool, *self._loads_from]
 
     def tier(self, name: str) -> Tier:
         """Return the tier of that name.
@@ -53,7 +56,7 @@ class LowerTiers:
         """
         tiers = {tier.name: tier for tier in self.tiers}
         if name not in tiers:
-            raise InvalidRequest(f"tier must be one of {', '.join(map(repr, tiers))}, not {name!r:.80}")
+            raise unknown_tier(name, tiers)
         return tiers[name]
 
     @property
@@ -99,10 +102,8 @@ class LowerTiers:
     def holding(self, key: RadixKey, limit: int | None) -> Iterator[None]:
         """Lock the tiers' prefixes of a key while a lease is opened, as `Moves.holding` says."""
         with ExitStack() as held:
-            if self.host is not None:
-                held.enter_context(self.host.holding(key, limit))
-            if self.disk is not None and self.disk.is_instant:
-                held.enter_context(self.disk.all_moves[0].holding(key, limit))
+            for loads in self._loads:
+                held.enter_context(loads.holding(key, limit))
             yield
 
     def _longest_prefix(self, key: RadixKey) -> int:
@@ -122,14 +123,11 @@ class LowerTiers:
         """Return whether a request may load anything: its time limit, or that of a tier, is not 0."""
         if timeout_s is not None:
             return timeout_s > 0
-        return any(tier.config.load_timeout_s > 0 for tier in (self.host, self.disk) if tier is not None)
+        return any(loads.timeout_s > 0 for loads in self._loads)
 
     def wait_s(self, load: Move, timeout_s: float | None) -> float:
         """Return how long another request waits for a load, at most."""
-        if timeout_s is not None:
-            return timeout_s
-        config = self.disk.config if self._is_of_disk(load) else self.host.config  # type: ignore[union-attr]
-        return config.load_timeout_s
+        return self._loads_from[load.source_tier].timeout_s if timeout_s is None else timeout_s
 
     def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float | None) -> Move | None:
         """Begin to load the part of a new lease's prompt that the next tier has and the pool lacks.
@@ -144,11 +142,7 @@ class LowerTiers:
         Raises:
             OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
         """
-        if self.host is not None:
-            own_s = self.host.config.load_timeout_s if timeout_s is None else timeout_s
-            if own_s and (move := self.host.load(lease, limit, own_s)) is not None:
-                return move
-        return self._load_from_disk(lease, limit, timeout_s)
+        return self._load_from(self._loads, lease, limit, timeout_s)
 
     def load_on(
         self, lease: LeaseRecord, before: Move, finished: Finished, limit: int | None, left_s: float | None
@@ -161,53 +155,59 @@ class LowerTiers:
 
         Returns, Raises: as `load`.
         """
-        if self._is_of_disk(before) or finished.num_tokens < before.stop - before.first:
+        if finished.num_tokens < before.num_tokens:
             return None
-        return self._load_from_disk(lease, limit, left_s)
+        place = self._loads.index(self._loads_from[before.source_tier])
+        return self._load_from(self._loads[place + 1 :], lease, limit, left_s)
 
-    def _load_from_disk(self, lease: LeaseRecord, limit: int | None, timeout_s: float | None) -> Move | None:
-        if self.disk is None:
-            return None
-        own_s = self.disk.config.load_timeout_s if timeout_s is None else timeout_s
-        return self.disk.loads.load(lease, limit, own_s) if own_s > 0 else None
-
-    def _is_of_disk(self, load: Move) -> bool:
-        return self.disk is not None and load.source_tier is self.disk.tier
+    def _load_from(
+        self, all_loads: Iterable[TierLoads], lease: LeaseRecord, limit: int | None, timeout_s: float | None
+    ) -> Move | None:
+        """Begin to load from the first of some tiers that has more than the lease."""
+        moves = (loads.load(lease, limit, timeout_s) for loads in all_loads)
+        return next((move for move in moves if move is not None), None)
 
     def when_loaded(self, load: Move, on_end: Callable[[Finished], object]) -> None:
         """Call `on_end` on the loop when the load of a lease has ended."""
-        if self._is_of_disk(load):
-            assert self.disk is not None
-            self.disk.loads.when_loaded(load, on_end)
-        else:
-            assert self.host is not None
-            self.host.when_loaded(load, on_end)
+        self._loads_from[load.source_tier].when_loaded(load, on_end)
 
     def running_load(self, key: RadixKey, limit: int | None) -> Move | None:
         """Return the load in flight that brings the next page of a request's key; None if there is none."""
-        found = None if self.host is None else self.host.running_load(key, limit)
-        return self.disk.loads.running_load(key, limit) if found is None and self.disk is not None else found
+        running = (loads.running_load(key, limit) for loads in self._loads)
+        return next((move for move in running if move is not None), None)
 
     def wait_for(self, load: Move, resume: Callable[[bool], object]) -> None:
         """Call `resume(is_whole)` when a load has ended. Callbacks run in the order of their registration."""
-        if self._is_of_disk(load):
-            assert self.disk is not None
-            self.disk.loads.wait_for(load, resume)
-        else:
-            assert self.host is not None
-            self.host.wait_for(load, resume)
+        self._loads_from[load.source_tier].wait_for(load, resume)
 
     def give_back(self, lease: LeaseRecord) -> None:
         """End a new lease for which `load` found no room: see `Moves.give_back`."""
         self._all_moves[0].give_back(lease)
 
     def prefetch(self, key: RadixKey) -> int:
-        """Begin to load the prefix of a key for no lease; return the number of tokens to load.
+        """Begin to load the prefix of a key for no lease; return the number of tokens that are loaded first.
 
-        It is loaded from the host if that has the next page, else from the disk.
+        They come from the next tier that has more than the pool. When they are there, the tiers below it follow.
         """
-        num_tokens = 0 if self.host is None else self.host.prefetch(key)
-        return self.disk.prefetch(key) if not num_tokens and self.disk is not None else num_tokens
+        for place, loads in enumerate(self._loads):
+            if (move := loads.prefetch(key)) is not None:
+                self._prefetch_after(place, move, key)
+                return move.num_tokens
+        return 0
+
+    def _prefetch_after(self, place: int, move: Move, key: RadixKey) -> None:
+        """Go on with the next tier when a prefetch from the tier at `place` has ended whole."""
+        if place + 1 == len(self._loads):
+            return
+
+        def go_on(is_whole: bool) -> None:
+            if is_whole and (after := self._loads[place + 1].prefetch(key)) is not None:
+                self._prefetch_after(place + 1, after, key)
+
+        if self._loads[place].is_in_flight(move):
+            self._loads[place].wait_for(move, go_on)
+        else:
+            go_on(True)  # It was loaded in the call: there are no tensors.
 
     # ---------------------------------------------------------------- checks
 

@@ -1,31 +1,24 @@
-"""`TierManager`: the moves between a cache's pool and the tier in host memory below it, on the cache's event loop."""
+"""`TierManager`: the tier in host memory below a cache's pool, on the cache's event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from functools import partial
 
 from raydix.actors.tiers.copier import Copied, Copier, Copy
 from raydix.actors.tiers.host_memory import READY, HostMemory
 from raydix.actors.tiers.move_batch import MoveBatch
+from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.transport.pool_shapes import layout_below
-from raydix.actors.transport.validation import unknown_tier
-from raydix.cache_core import KVPool, RadixKey, RecordPool
-from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core import KVPool, RecordPool
 from raydix.cache_core.tiers.move import Move
 from raydix.cache_core.tiers.moves import Finished, Moves, Plan
 from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies
-from raydix.cache_core.tiers.tier import Tier
 from raydix.schemas import CacheConfig
 
 _MOST_BATCHES = 2  # batches of writes in flight: one is copied while the next is planned
-_PREFETCH_SHARE = 0.25  # share of the pool that prefetches in flight may take
-
-
-_NOT_HELD = nullcontext()
 
 
 class Progress(Enum):
@@ -44,6 +37,7 @@ class TierManager:
 
     Attributes:
         moves: the moves between the two tiers.
+        loads: from the tier to the pool.
         may_begin: returns whether writes and prefetches may begin, as no request needs the slots.
 
     Args:
@@ -71,12 +65,8 @@ class TierManager:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         self._writes: dict[MoveBatch, Copy] = {}
-        self._loads: dict[Move, Copy] = {}
-        self._owners: dict[Move, Callable[[Finished], object]] = {}
-        self._waiting: dict[Move, list[Callable[[bool], object]]] = {}
         self._after_writes: list[Callable[[], object]] = []
         self._has_written = False  # whether a write has begun since the last look at the whole pool
-        self._load_bytes_per_s: float | None = None
         self._verifies = config.validate and pool is not None and pool.storage.device.type == "cpu"
         self._difference: str | None = None  # first difference between a copy and its source
         # The background task evicts down to the low watermark, so at least this share is written first.
@@ -90,14 +80,15 @@ class TierManager:
         self.copier: Copier | None = None
         self._copies: PageCopies | None = None
         self._memory: HostMemory | None = None
-        self._token_bytes = 0
         self.is_instant = pool is None or not config.pool.has_tensors
+        timeout_s = self.config.load_timeout_s
+        self.loads = TierLoads(moves, timeout_s, self._finish_load, on_change, self._is_ready, self._may_begin)
         if self.is_instant:
+            self.loads.open_instant()
             upper.watch_victims(moves.write_before_eviction)
             return
         upper.watch_victims(moves.count_dropped)
         layout = layout_below(config, config.host_sizes)
-        self._token_bytes = layout.slot_bytes + layout.swa_slot_bytes
         self._memory = HostMemory(layout, name, pin=self.config.pin, on_change=self._memory_changed)
 
     # ---------------------------------------------------------------- state
@@ -139,26 +130,12 @@ class TierManager:
             return False
         self._copies = PageCopies(self._pool, lower)
         self.copier = self.make_copier(self._copies)
+        self.loads.open([self.copier], lower.layout.slot_bytes + lower.layout.swa_slot_bytes)
         return True
 
     def make_copier(self, copies: PageCopies) -> Copier:
         """Return a copier, which the manager closes."""
         return Copier(copies, write_mib_s=self.config.write_mib_s)
-
-    def tier(self, name: str) -> Tier:
-        """Return the tier of that name.
-
-        Raises:
-            InvalidRequest: there is no such tier.
-        """
-        tiers = {tier.name: tier for tier in (self.moves.upper, self.moves.lower)}
-        if name not in tiers:
-            raise unknown_tier(name, tiers)
-        return tiers[name]
-
-    def longest_prefix(self, key: RadixKey) -> int:
-        """Return the length of the prefix that the tier has of a request's key. Nothing changes."""
-        return self.moves.lower.longest_prefix(key)
 
     def _may_begin(self) -> bool:
         """Return whether writes and prefetches may begin.
@@ -231,104 +208,6 @@ class TierManager:
         """Call `resume` once, when no write is in flight any more."""
         self._after_writes.append(resume)
 
-    # ---------------------------------------------------------------- loads
-
-    def holding(self, key: RadixKey, limit: int | None) -> AbstractContextManager[None]:
-        """Lock the tier's prefix of a key while a lease is opened, as `Moves.holding` says."""
-        return self.moves.holding(key, limit) if self.is_instant else _NOT_HELD
-
-    def has_more(self, key: RadixKey) -> bool:
-        """Return whether the tier has a longer prefix of a request's key than the pool."""
-        return self.longest_prefix(key) > self.moves.upper.longest_prefix(key)
-
-    def check_room(self, key: RadixKey) -> None:
-        """Raise OutOfSlotsError if a lease that only locks would find no room for its load."""
-        upper = self.moves.upper
-        missing = self.longest_prefix(key) - upper.longest_prefix(key)
-        upper.cache.pools.check_pages(missing // upper.cache.page_size, upper.cache.tenants.of(key.extra_key))
-
-    def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float) -> Move | None:
-        """Begin to load the part of a new lease's prompt that the tier has and the pool lacks.
-
-        Args:
-            limit: the lease reuses at most so many tokens.
-            timeout_s: the load ends after this time, with the pages that were copied.
-
-        Returns:
-            The move in flight, for `when_loaded`; None: there is nothing to load, or it was loaded in this call.
-
-        Raises:
-            OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
-        """
-        if not self._is_ready():
-            return None
-        wanted = len(lease.key) if limit is None else min(limit, len(lease.key))
-        in_time = wanted if self._load_bytes_per_s is None else self._in_time(lease.prefix_len, timeout_s)
-        move = self.moves.plan_load(lease, min(wanted, in_time))
-        if move is not None:
-            return move if self._begin_load(move, timeout_s) else None
-        if in_time < wanted and not self._loads:
-            self._load_bytes_per_s = None  # A rate that allows no load would never be measured again.
-        return None
-
-    def when_loaded(self, move: Move, on_end: Callable[[Finished], object]) -> None:
-        """Call `on_end` on the loop when the load of a lease has ended."""
-        self._owners[move] = on_end
-
-    def _in_time(self, prefix_len: int, timeout_s: float) -> int:
-        """Return how long a prefix may be so that its load ends in time, at the rate of recent loads."""
-        assert self._load_bytes_per_s is not None and self.copier is not None
-        queued = self.copier.queued_bytes(loads=True) if self._loads else 0
-        num_bytes = max(0.0, timeout_s * self._load_bytes_per_s - queued)
-        page = self.moves.upper.cache.page_size
-        return prefix_len + int(num_bytes / max(1, self._token_bytes)) // page * page
-
-    def _begin_load(self, move: Move, timeout_s: float | None) -> bool:
-        """Begin to copy a load; return False if it has ended already."""
-        if self.copier is None:
-            self.moves.finish(move, move.num_pages)
-            return False
-        batch = MoveBatch((move,))
-        self._loads[move] = self.copier.load(batch.plan, partial(self._end_load, batch), timeout_s)
-        return True
-
-    def _end_load(self, batch: MoveBatch, copied: Copied) -> None:
-        (move,) = batch.moves
-        if self._loads.pop(move, None) is None:  # `stop_copies` has ended it
-            return
-        assert self.copier is not None
-        self._load_bytes_per_s = self.copier.counts(loads=True).bytes_per_s
-        ((finished, is_whole),) = self._finish(batch, copied)
-        if (owner := self._owners.pop(move, None)) is not None:
-            owner(finished)
-        for resume in self._waiting.pop(move, ()):
-            resume(is_whole)
-        self._on_change()
-
-    def running_load(self, key: RadixKey, limit: int | None) -> Move | None:
-        """Return the load in flight that brings the next page of a request's key; None if there is none."""
-        return self.moves.running_load(key, limit) if self._loads else None
-
-    def wait_for(self, move: Move, resume: Callable[[bool], object]) -> None:
-        """Call `resume(is_whole)` when a load has ended. Callbacks run in the order of their registration."""
-        self._waiting.setdefault(move, []).append(resume)
-
-    def prefetch(self, key: RadixKey) -> int:
-        """Begin to load the prefix of a key for no lease; return the number of tokens to load.
-
-        0: nothing to load, no room, or requests wait for room.
-        """
-        if not self._is_ready() or not self._may_begin():
-            return 0
-        cache = self.moves.upper.cache
-        in_flight = sum(move.num_tokens for move in self._loads if move not in self._owners)
-        room = max(0, int(_PREFETCH_SHARE * cache.num_slots) - in_flight)
-        move = self.moves.plan_prefetch(key, self.moves.upper.longest_prefix(key) + room)
-        if move is None:
-            return 0
-        self._begin_load(move, None)
-        return move.num_tokens
-
     # ---------------------------------------------------------------- the end
 
     def _finish(self, batch: MoveBatch, copied: Copied) -> list[tuple[Finished, bool]]:
@@ -339,25 +218,18 @@ class TierManager:
             for move, num_pages, is_whole in batch.results(copied)
         ]
 
+    def _finish_load(self, batch: MoveBatch, copied: Copied) -> tuple[Finished, bool]:
+        """End the only move of a batch; return its result, and whether all of it was copied."""
+        ((finished, is_whole),) = self._finish(batch, copied)
+        return finished, is_whole
+
     def stop_copies(self) -> None:
-        """End all moves, without callbacks. Blocks for one chunk at most.
+        """End all moves, without callbacks. It blocks for one chunk at most.
 
         Leases that were being filled end, so no request may wait for them any more.
         """
         self._after_writes.clear()
-        self._waiting.clear()
-        self._owners.clear()
-        if self.copier is None:
-            return
-        upper = self.moves.upper.cache
-        for move in self._loads:
-            if session_id := move.target.filling_for:
-                upper.release(move.target.lease_id, session_id)
-        self.copier.stop_all()
-        for move, copy in self._loads.items():
-            assert copy.result is not None
-            self._finish(MoveBatch((move,)), copy.result)
-        self._loads.clear()
+        self.loads.stop()
         for batch, copy in list(self._writes.items()):
             assert copy.result is not None
             self._finish_write(batch, copy.result)
@@ -368,6 +240,7 @@ class TierManager:
             return
         self.stop_copies()
         self._is_closed = True
+        self.loads.close()
         if self.copier is not None:
             self.copier.close()
         self._copies = self._pool = self.copier = None  # These have the memory.

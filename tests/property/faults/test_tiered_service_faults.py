@@ -16,6 +16,7 @@ from support.traffic.tiered_service import Shape, run_traffic
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.wait_queue import Waiter, WaitQueue
 from raydix.actors.tiers.copier import Copied
+from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.tiers.tier_manager import TierManager
 from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.kv_cache import KVCache
@@ -69,7 +70,7 @@ def a_waiter_behind_a_load_takes_slots(patch: Patch) -> None:
 
 @fault
 def waiters_are_not_told_of_the_end_of_a_load(patch: Patch) -> None:
-    patch.setattr(TierManager, "wait_for", lambda self, move, resume: None)
+    patch.setattr(TierLoads, "wait_for", lambda self, move, resume: None)
 
 
 @late_fault

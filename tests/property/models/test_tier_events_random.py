@@ -148,7 +148,7 @@ class TierReader:
 
     def __init__(self, traffic: TierTraffic, tier: str) -> None:
         self.service, self.traffic, self.tier = traffic.service, traffic, tier
-        self.tree: Any = self.service.tiers.tier(tier).cache.tree  # type: ignore[union-attr]
+        self.tree: Any = self.service.lower.tier(tier).cache.tree  # type: ignore[union-attr]
         self.seq = 0
         self.begin()
 

@@ -16,7 +16,7 @@ from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.gated_loads import PAGE
 
 from raydix.actors import Lease, LocalPrefixCache
-from raydix.actors.tiers import disk_loads
+from raydix.actors.tiers import tier_loads
 from raydix.actors.tiers.disk_tier import DiskTier
 from raydix.cache_core.tiers.page_records import PageRecords
 from raydix.schemas import (
@@ -225,7 +225,7 @@ async def test_a_retirement_that_the_disk_does_not_confirm_in_time_says_so(tmp_p
 async def test_a_request_goes_on_without_a_disk_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_loads, "GRACE_S", 0.01)
+    monkeypatch.setattr(tier_loads, "GRACE_S", 0.01)
     calls = FaultyFileCalls()
     async with opened(disk_config(tmp_path, load_timeout_s=0.05), calls) as cache:
         await twice(cache, PROMPT)

@@ -143,7 +143,7 @@ class FaultyCopier:
         if copy.result is None and copy is not self.current:
             self._end(copy, "cancelled")
 
-    def stop_all(self) -> None:
+    def stop_all(self, timeout_s: float | None = None) -> None:
         if self.current is not None:
             self.advance(self.current, 1)  # it waits for the chunk
         for copy in list(self.open):

@@ -225,11 +225,11 @@ class ServiceTraffic:
 
     def prompt(self) -> tuple[tuple[int, ...], str | None]:
         """A prompt of which the host has more, or one that goes on where another ended, or shares its beginning."""
-        rng, page, tiers = self.rng, self.page, self.cache.tiers
+        rng, page, lower = self.rng, self.page, self.cache.service.lower
         below = [
             (tokens, namespace)
             for tokens, namespace in self.prompts[-12:]
-            if tiers.has_more(RadixKey(list(tokens), self.framed(namespace)))
+            if lower.has_more(RadixKey(list(tokens), self.framed(namespace)))
         ]
         if below and rng.random() < 0.6:
             return rng.choice(below)

@@ -15,7 +15,7 @@ import pytest
 from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_loads, disk_tier, disk_writes
+from raydix.actors.tiers import disk_tier, disk_writes, tier_loads
 from raydix.actors.tiers.record_file import BLOCK
 from raydix.cache_core import RadixKey
 
@@ -472,7 +472,7 @@ async def test_a_read_that_fails_is_a_miss_and_its_pages_stay(tmp_path: Path) ->
 async def test_a_disk_that_does_not_answer_costs_its_deadline_and_is_left_alone_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_loads, "GRACE_S", 0.01)
+    monkeypatch.setattr(tier_loads, "GRACE_S", 0.01)
     calls, now = FaultyFileCalls(), [100.0]
     async with opened_rig(tmp_path, calls=calls, clock=lambda: now[0]) as rig:
         await rig.twice([1] * 16)
@@ -493,12 +493,12 @@ async def test_a_disk_that_does_not_answer_costs_its_deadline_and_is_left_alone_
         await rig.wait(lambda: not rig.disk.all_moves[0].in_flight)
         rig.check()
         assert rig.core.free_slots == 64 * PAGE, "the pages of the late load are free again"
-        now[0] += disk_loads.STALL_S
+        now[0] += tier_loads.STALL_S
         assert rig.disk.state == "ready"
 
 
 async def test_a_late_load_goes_on_without_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_loads, "GRACE_S", 0.01)
+    monkeypatch.setattr(tier_loads, "GRACE_S", 0.01)
     calls, now = FaultyFileCalls(), [100.0]
     async with opened_rig(tmp_path, calls=calls, clock=lambda: now[0]) as rig:
         await rig.twice([1] * 16)

@@ -1,0 +1,276 @@
+"""`TierLoads`: the loads of prefixes from one tier to the pool, on the cache's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from time import monotonic
+
+from raydix.actors.tiers.copier import Copied, Copier, Copy
+from raydix.actors.tiers.move_batch import MoveBatch
+from raydix.cache_core import RadixKey
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.move import Move
+from raydix.cache_core.tiers.moves import Finished, Moves
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 30.0  # for which nothing is loaded after a chunk that did not come back
+GRACE_S = 0.25  # for which the last chunk of a late load is waited for
+_PREFETCH_SHARE = 0.25  # share of the pool that prefetches in flight may take
+_NOT_HELD = nullcontext()
+
+# Ends the only move of a batch; returns its result, and whether all of it was copied.
+Finish = Callable[[MoveBatch, Copied], tuple[Finished, bool]]
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load in flight."""
+
+    copier: Copier
+    copy: Copy
+    timer: asyncio.TimerHandle | None = None
+
+
+class TierLoads:
+    """The loads from one tier to the pool. A cache without tensors loads in the call that asks.
+
+    A load that is late ends behind its chunk, with the pages that were copied. A tier that may stall does not wait
+    for that chunk longer than 0.25 s: then the request begins again, and nothing is loaded from the tier for 30 s.
+
+    Args:
+        moves: between the pool and the tier.
+        timeout_s: time limit of a load of which the request has none.
+        finish: ends a move that was copied.
+        on_end: called on the loop when a load has ended.
+        is_ready: returns whether loads may begin; it opens them if the tier has become ready.
+        may_prefetch: returns whether prefetches may begin, as no request needs the slots.
+        may_stall: whether the device below may stop to answer.
+        clock: seconds.
+
+    Attributes:
+        num_late: loads that took too long.
+        num_stalls: loads of which a chunk did not come back in time.
+    """
+
+    def __init__(
+        self,
+        moves: Moves,
+        timeout_s: float,
+        finish: Finish,
+        on_end: Callable[[], object],
+        is_ready: Callable[[], bool],
+        may_prefetch: Callable[[], bool],
+        *,
+        may_stall: bool = False,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.num_late = self.num_stalls = 0
+        self.timeout_s = timeout_s
+        self.moves = moves
+        self._finish = finish
+        self._on_end = on_end
+        self._is_ready = is_ready
+        self._may_prefetch = may_prefetch
+        self._may_stall = may_stall
+        self._clock = clock
+        self._copiers: Sequence[Copier] = ()
+        self._rates: dict[Copier, float] = {}  # copier -> bytes a second of its recent loads
+        self._token_bytes = 0.0
+        self._is_instant = False
+        self._stalled_until = float("-inf")
+        self._loads: dict[Move, _Load] = {}
+        self._owners: dict[Move, Callable[[Finished], object]] = {}
+        self._waiting: dict[Move, list[Callable[[bool], object]]] = {}
+
+    def open(self, copiers: Sequence[Copier], token_bytes: float) -> None:
+        """Load with these copiers from now on.
+
+        Args:
+            copiers: at least one. Their owner closes them.
+            token_bytes: that are read for a token.
+        """
+        self._copiers, self._token_bytes = copiers, max(1.0, token_bytes)
+
+    def open_instant(self) -> None:
+        """Let loads end in the call that begins them: there are no tensors."""
+        self._is_instant = True
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether nothing is loaded, as a chunk did not come back."""
+        return self._clock() < self._stalled_until
+
+    # ---------------------------------------------------------------- loads
+
+    def holding(self, key: RadixKey, limit: int | None) -> AbstractContextManager[None]:
+        """Lock the tier's prefix of a key while a lease is opened, as `Moves.holding` says."""
+        return self.moves.holding(key, limit) if self._is_instant else _NOT_HELD
+
+    def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float | None) -> Move | None:
+        """Begin to load the part of a new lease's prompt that the tier has and the lease lacks.
+
+        Args:
+            limit: the lease reuses at most so many tokens.
+            timeout_s: the load ends after this time, with the pages that were copied; 0: nothing is loaded; None: the
+                tier's own.
+
+        Returns:
+            The move in flight, for `when_loaded`; None: there is nothing to load, or it was loaded in this call.
+
+        Raises:
+            OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
+        """
+        if timeout_s is None:
+            timeout_s = self.timeout_s
+        if not timeout_s or self.is_stalled or not self._is_ready():
+            return None
+        wanted = len(lease.key) if limit is None else min(limit, len(lease.key))
+        in_time = wanted if not self._rates else self._in_time(lease.prefix_len, timeout_s)
+        move = self.moves.plan_load(lease, min(wanted, in_time))
+        if move is not None:
+            return move if self._begin(move, timeout_s) else None
+        if in_time < wanted and not self._loads:
+            self._rates.clear()  # Rates that allow no load would never be measured again.
+        return None
+
+    def _in_time(self, prefix_len: int, timeout_s: float) -> int:
+        """Return how long a prefix may be so that its load ends in time, at the rate of recent loads."""
+        queued = self._quietest().queued_bytes(loads=True) if self._loads else 0
+        page = self.moves.upper.cache.page_size
+        num_bytes = max(0.0, timeout_s * min(self._rates.values()) - queued)
+        return prefix_len + int(num_bytes / self._token_bytes) // page * page
+
+    def _quietest(self) -> Copier:
+        if len(self._copiers) == 1:
+            return self._copiers[0]
+        return min(self._copiers, key=lambda copier: copier.queued_bytes(loads=True))
+
+    def _begin(self, move: Move, timeout_s: float | None) -> bool:
+        """Begin to copy a load; return False if it has ended already."""
+        if self._is_instant:
+            self.moves.finish(move, move.num_pages)
+            return False
+        copier, batch = self._quietest(), MoveBatch((move,))
+
+        def end(copied: Copied) -> None:
+            self._end(batch, copied)
+
+        load = self._loads[move] = _Load(copier, copier.load(batch.plan, end, timeout_s))
+        if timeout_s is not None and self._may_stall:
+            load.timer = asyncio.get_running_loop().call_later(timeout_s + GRACE_S, self._give_up, move)
+        return True
+
+    def when_loaded(self, move: Move, on_end: Callable[[Finished], object]) -> None:
+        """Call `on_end` on the loop when the load of a lease has ended."""
+        self._owners[move] = on_end
+
+    def is_in_flight(self, move: Move) -> bool:
+        """Return whether a load has not ended."""
+        return move in self._loads
+
+    def running_load(self, key: RadixKey, limit: int | None) -> Move | None:
+        """Return the load in flight that brings the next page of a request's key; None if there is none."""
+        return self.moves.running_load(key, limit) if self._loads else None
+
+    def wait_for(self, move: Move, resume: Callable[[bool], object]) -> None:
+        """Call `resume(is_whole)` when a load has ended. Callbacks run in the order of their registration."""
+        self._waiting.setdefault(move, []).append(resume)
+
+    def prefetch(self, key: RadixKey) -> Move | None:
+        """Begin to load the prefix of a key for no lease, and return the move.
+
+        None: there is nothing to load, or no room, or requests wait for room.
+        """
+        if self.is_stalled or not self._is_ready() or not self._may_prefetch():
+            return None
+        upper = self.moves.upper
+        in_flight = sum(move.num_tokens for move in self._loads if move not in self._owners)
+        room = max(0, int(_PREFETCH_SHARE * upper.cache.num_slots) - in_flight)
+        move = self.moves.plan_prefetch(key, upper.longest_prefix(key) + room)
+        if move is not None:
+            self._begin(move, None)
+        return move
+
+    # ---------------------------------------------------------------- ends
+
+    def _end(self, batch: MoveBatch, copied: Copied) -> None:
+        (move,) = batch.moves
+        load = self._loads.pop(move, None)
+        if load is None:  # `stop` has ended it
+            return
+        if load.timer is not None:
+            load.timer.cancel()
+        if (rate := load.copier.counts(loads=True).bytes_per_s) is not None:
+            self._rates[load.copier] = rate
+        self.num_late += copied.end == "late"
+        finished, is_whole = self._finish(batch, copied)
+        self._answer(move, finished, is_whole)
+        self._on_end()
+
+    def _answer(self, move: Move, finished: Finished, is_whole: bool) -> None:
+        """Call back the owner of a load, then the requests that wait for it."""
+        if (owner := self._owners.pop(move, None)) is not None:
+            owner(finished)
+        for resume in self._waiting.pop(move, ()):
+            resume(is_whole)
+
+    def _give_up(self, move: Move) -> None:
+        """Let the request of a load begin again, as its chunk does not come back."""
+        load = self._loads[move]
+        load.copier.cancel(load.copy)
+        if load.copy.result is not None:  # its end is on its way
+            return
+        self.num_late += 1
+        self.num_stalls += 1
+        if not self.is_stalled:
+            logger.warning("tier %s does not answer: nothing is loaded from it for %.0f s", self.name, STALL_S)
+        self._stalled_until = self._clock() + STALL_S
+        is_wanted = bool(move.target.filling_for)
+        self.moves.give_up(move)
+        self._answer(move, Finished(0, None, is_wanted), False)
+
+    @property
+    def name(self) -> str:
+        """The tier's name."""
+        return self.moves.lower.name
+
+    # ---------------------------------------------------------------- the end
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End all loads, without callbacks. It blocks for one chunk of each copier at most.
+
+        Leases that were being filled end, so no request may wait for them any more.
+
+        Args:
+            timeout_s: for which it waits for a chunk; None: without a limit.
+
+        Returns:
+            Whether all have ended. The leases of the others stay open.
+        """
+        self._waiting.clear()
+        self._owners.clear()
+        upper = self.moves.upper.cache
+        for move, load in self._loads.items():
+            if load.timer is not None:
+                load.timer.cancel()
+            if session_id := move.target.filling_for:
+                upper.release(move.target.lease_id, session_id)
+        for copier in self._copiers:
+            copier.stop_all(timeout_s)
+        for move, load in list(self._loads.items()):
+            if load.copy.result is not None:
+                self._finish(MoveBatch((move,)), load.copy.result)
+                del self._loads[move]
+        return not self._loads
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """End all loads, as `stop` does, and let none begin. The copiers may be closed and freed afterwards."""
+        has_ended = self.stop(timeout_s)
+        self._copiers = ()
+        self._rates.clear()
+        return has_ended
