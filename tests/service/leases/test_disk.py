@@ -148,6 +148,21 @@ async def test_one_lease_is_filled_from_the_host_and_then_from_the_disk(tmp_path
         await cache.check_invariants()
 
 
+async def test_a_prefetch_goes_on_with_the_disk_when_the_part_of_the_host_is_there(tmp_path: Path) -> None:
+    async with opened(disk_config(tmp_path, host=True, num_slots=256)) as cache:
+        await twice(cache, PROMPT)
+        await demote(cache)
+        await cache.evict(10**6, tier="host")
+        await compute(cache, PROMPT[: 3 * PAGE])
+        await demote(cache)
+
+        assert await cache.prefetch(PROMPT) == 3 * PAGE
+        async with asyncio.timeout(60):
+            while (await cache.match(PROMPT)).prefix_len < ALL:  # noqa: ASYNC110 -- threads load
+                await asyncio.sleep(0.002)
+        assert tier_of(cache).all_moves[0].counts.loaded_unused == 5 * PAGE
+
+
 async def test_many_requests_with_one_prompt_load_it_once(tmp_path: Path) -> None:
     async with opened(disk_config(tmp_path, num_slots=512)) as cache:
         await twice(cache, PROMPT)
