@@ -123,6 +123,8 @@ if TYPE_CHECKING:
     from raydix.schemas.segment import Segment
     from raydix.schemas.stats import (
         CacheStats,
+        DiskPoolStats,
+        DiskTierStats,
         EvictionTaskStats,
         GhostStats,
         Histogram,
@@ -161,6 +163,8 @@ __all__ = [
     "CloseSession",
     "ConfigMismatch",
     "DiskConfig",
+    "DiskPoolStats",
+    "DiskTierStats",
     "EventSnapshotRequest",
     "EvictRequest",
     "EvictResponse",
@@ -288,7 +292,8 @@ __getattr__ = lazy_names(
         ),
         "routing": "FleetCacheStats FleetStats ReplicaRouterStats RouteCandidate RouteConfig RouteExplanation",
         "segment": "Segment",
-        "stats": "CacheStats EvictionTaskStats GhostStats Histogram PoolStats TenantStats TierStats TooLarge",
+        "stats": "CacheStats DiskPoolStats DiskTierStats EvictionTaskStats GhostStats Histogram PoolStats TenantStats "
+        "TierStats TooLarge",
         "tenants": "TenantConfig",
         "tokens": "TokenIds",
         "tree": "TreeBranch TreeRequest TreeResponse",

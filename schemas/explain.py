@@ -48,7 +48,7 @@ class ExplainRequest(PydanticMessage):
 
 
 class ExplainResponse(PydanticMessage):
-    """Where a match ends, and why it ends there. As text, one sentence: if the host has more, that instead of why."""
+    """Where a match ends, and why it ends there. As text, one sentence: if a tier has more, that instead of why."""
 
     num_tokens: int = Field(description="tokens asked for")
     prefix_len: int = Field(description="leading tokens with KV that can be used now")
@@ -68,7 +68,19 @@ class ExplainResponse(PydanticMessage):
         description="leading tokens that can be used now or loaded from the host tier; 0: there is no host tier",
     )
     was_dropped: bool = Field(
-        default=False, description="tokens behind host_len were evicted before they were written to the host"
+        default=False,
+        description="tokens behind those of all tiers were evicted from the pool before they were written to the tier "
+        "below it",
+    )
+    disk_len: int = Field(
+        default=0,
+        description="leading tokens that can be used now or loaded from the host tier or the disk; 0: there is no disk "
+        "tier",
+    )
+    disk_left_s: float | None = Field(
+        default=None,
+        description="seconds since the page behind those of all tiers was evicted from the disk; None: it was not "
+        "there, or that is forgotten",
     )
 
     def __str__(self) -> str:
@@ -76,8 +88,20 @@ class ExplainResponse(PydanticMessage):
         cause = "" if self.cause is None else f" ({self.cause})"
         sentence = _SENTENCES[self.reason].format(remembered_s=self.remembered_s or 0.0)
         hit = f"{self.prefix_len:,} of {self.num_tokens:,} tokens hit"
-        on_host = self.host_len - self.prefix_len
-        if on_host <= 0:
-            return f"{hit}: {sentence}{cause}{when}{', and dropped before it was written' if self.was_dropped else ''}"
-        dropped = "; what follows them was dropped before it was written" if self.was_dropped else ""
-        return f"{hit}; {on_host:,} more are on the host: acquire loads them{dropped}"
+        on_disk = "" if self.disk_left_s is None else f"was on the disk until {self.disk_left_s:.1f} s ago"
+        below = self._below()
+        if not below:
+            end = f"; it {on_disk}" if on_disk else ", and dropped before it was written" if self.was_dropped else ""
+            return f"{hit}: {sentence}{cause}{when}{end}"
+        end = on_disk or ("was dropped before it was written" if self.was_dropped else "")
+        return f"{hit}; {below}: acquire loads them{end and f'; what follows them {end}'}"
+
+    def _below(self) -> str:
+        """Return the tokens that the tiers below have and the pool lacks; empty: there are none."""
+        in_memory = max(self.prefix_len, self.host_len)
+        places = {"host": in_memory - self.prefix_len, "disk": self.disk_len - in_memory}
+        parts = [f"on the {place}" for place in places if places[place] > 0]
+        counts = [f"{count:,}" for count in places.values() if count > 0]
+        if len(parts) < 2:
+            return "".join(f"{count} more are {part}" for count, part in zip(counts, parts, strict=True))
+        return f"{counts[0]} more are {parts[0]} and {counts[1]} {parts[1]}"

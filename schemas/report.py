@@ -18,7 +18,9 @@ class HistoryPoint(PydanticMessage):
     quarantined_slots: int
     tokens_requested: int
     tokens_reused: int
-    tokens_loaded: int = Field(default=0, description="of tokens_reused, those that were loaded from the host tier")
+    tokens_loaded: int = Field(
+        default=0, description="of tokens_reused, those that were loaded from tiers below the pool"
+    )
     tokens_evicted: int
 
 
@@ -29,7 +31,9 @@ class NamespaceStats(PydanticMessage):
     requests: int = Field(description="granted ones")
     tokens_requested: int = Field(description="prompt tokens of these")
     tokens_reused: int = Field(description="of tokens_requested, the tokens with cached KV")
-    tokens_loaded: int = Field(default=0, description="of tokens_reused, those that were loaded from the host tier")
+    tokens_loaded: int = Field(
+        default=0, description="of tokens_reused, those that were loaded from tiers below the pool"
+    )
     tokens_refused: int = Field(default=0, description="prompt tokens of refused requests, each time")
 
 

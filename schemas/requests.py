@@ -60,10 +60,16 @@ TimeoutSeconds = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 Place = Annotated[int, Field(ge=0, strict=True)]
 MAX_TIER = 16  # characters
 TierName = Annotated[
-    str, Field(min_length=1, max_length=MAX_TIER, description='"device": the pool; "host": the tier in host memory')
+    str,
+    Field(
+        min_length=1,
+        max_length=MAX_TIER,
+        description='"device": the pool; "host": the tier in host memory; "disk": the tier on a local disk',
+    ),
 ]
 DEVICE: TierName = "device"
 HOST: TierName = "host"
+DISK: TierName = "disk"
 
 
 class OpenSession(PydanticMessage):

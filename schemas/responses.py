@@ -37,6 +37,11 @@ class MatchResponse(PydanticAnswer):
         description="leading tokens with KV in the pool or in the host tier, at least prefix_len; 0: there is no host "
         "tier",
     )
+    disk_len: int = Field(
+        default=0,
+        description="leading tokens with KV in the pool, in the host tier or on the disk, at least prefix_len and "
+        "host_len; 0: there is no disk tier",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,8 @@ class LeaseResponse(Answer):
         swa_page_starts: int32: each page in the window pool; 0: gone.
         state_slot: the lease's own recurrent state.
         boundary_slot: the lease's own slot for a copy of its state at the end of a page.
-        loaded_len: tokens of prefix_len that were loaded from the host tier for this lease.
+        loaded_len: tokens of prefix_len that were loaded for this lease from the tiers below the pool.
+        disk_loaded_len: of these, the tokens that were loaded from the disk.
     """
 
     lease_id: str
@@ -62,6 +68,7 @@ class LeaseResponse(Answer):
     state_slot: int | None = None
     boundary_slot: int | None = None
     loaded_len: int = 0
+    disk_loaded_len: int = 0
 
 
 class AdoptResponse(PydanticAnswer):
@@ -79,10 +86,13 @@ class RevokeResponse(PydanticAnswer):
 
 
 class WaitingResponse(PydanticAnswer):
-    """The request waits for free slots, or for a load. A `WaitRequest` with its ticket returns the outcome."""
+    """The request waits for free slots, for a load, or until the disk has committed a retirement.
+
+    A `WaitRequest` with its ticket returns the outcome.
+    """
 
     ticket: int
-    position: int = Field(description="requests before it in the queue; 0 if it waits for a load")
+    position: int = Field(description="requests before it in the queue; 0 if it does not wait for slots")
     loading_tokens: int = Field(default=0, description="tokens that its load, or that of another request, brings")
 
 

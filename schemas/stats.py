@@ -84,6 +84,87 @@ class TierStats(PydanticMessage):
     longest_chunk_ms: float = Field(default=0.0, description="the longest time of one call of a copy")
 
 
+class DiskPoolStats(PoolStats):
+    """The records of one kind on a disk, in slots: of full KV or of windows in tokens, or states.
+
+    `free + private + tree + quarantined + unread + dormant + leaving == num_slots`.
+    """
+
+    unread_slots: int = Field(
+        default=0, description="not in use yet, as the index of the disk is being read after a start"
+    )
+    dormant_slots: int = Field(
+        default=0, description="that keep KV of models that are not bound, or that is not in the tree yet"
+    )
+    leaving_slots: int = Field(default=0, description="of evicted KV, until the deletion of their rows is committed")
+
+
+class DiskTierStats(PydanticMessage):
+    """A tier on a local disk: its slots, the prefixes that are written to it, and the loads from it.
+
+    Counts are since the start of this life of the cache, also those of bytes.
+    """
+
+    state: str = Field(
+        description='"ready"; "opening" and "reading": after a start; "stalled": it does not answer, and nothing is '
+        'loaded for 30 s; "locked by ...": another process has the folder; "failed: ..."; "closed"'
+    )
+    admit: str = Field(description='"second_use": a page is written at its second use; "all": before it is dropped')
+    slots: DiskPoolStats
+    swa: DiskPoolStats | None = Field(default=None, description="its window slots, if there are any")
+    states: DiskPoolStats | None = Field(default=None, description="its recurrent states, if there are any")
+    num_spaces: int = Field(default=0, description="namespaces with the models that computed their KV")
+    due_prefixes: int = Field(default=0, description="prefixes that wait to be written")
+    pages_used: int = Field(
+        default=0, description="uses of pages by requests, in whatever tier the pages lay; 0 with admit=all"
+    )
+    pages_refused: int = Field(default=0, description="of pages_used, the first uses: admit refused to write the page")
+    tokens_written: int = 0
+    tokens_loaded: int = Field(
+        default=0, description="of tokens_reused and resumed_tokens_reused, those that were loaded from here"
+    )
+    tokens_loaded_unused: int = Field(
+        default=0, description="tokens that were loaded by a prefetch, or for a lease that ended meanwhile"
+    )
+    tokens_dropped: int = Field(
+        default=0, description="tokens evicted from the tier above before they were written; 0 with admit=second_use"
+    )
+    tokens_failed: int = Field(
+        default=0,
+        description="tokens that were to be written or loaded and were not: a call failed, was late, or was cancelled",
+    )
+    writes_refused: int = Field(default=0, description="moves for which the disk had no free records")
+    states_not_published: int = Field(default=0, description="loaded states for which the pool had no second slot")
+    writes: dict[str, int] = Field(
+        default_factory=dict, description="batches of writes by their end: committed, failed"
+    )
+    prefixes_dropped: dict[str, int] = Field(
+        default_factory=dict,
+        description="due prefixes that were not written, by cause. queue_full: too many wait; left_memory: they were "
+        "evicted before their turn; no_room: the disk had no free records",
+    )
+    last_error: str | None = Field(default=None, description="of a write")
+    written_bytes: int = Field(default=0, description="bytes of committed records, with their padding")
+    written_bytes_day: int = Field(
+        default=0, description="of written_bytes, those of the last 24 hours, to a quarter of an hour"
+    )
+    moves_in_flight: int = 0
+    loads_in_flight: int = Field(default=0, description="of moves_in_flight, the loads")
+    loaded_bytes: int = 0
+    load_s: float = Field(default=0.0, description="seconds of the reads of loads")
+    queued_bytes: int = Field(default=0, description="bytes of loads that are still to be read")
+    loads_late: int = Field(default=0, description="loads that took longer than their time limit")
+    stalls: int = Field(default=0, description="loads of which a read did not return in time: the disk is stalled")
+    damaged_records: int = Field(
+        default=0, description="records that had not the sum of their page: they were dropped, and nothing of them used"
+    )
+    uncommitted_s: float = Field(
+        default=0.0,
+        description="seconds since the disk began to commit a retirement that it has not confirmed yet; 0: there is "
+        "none. A restart before that may bring the pages back for sessions that bind equal fingerprints",
+    )
+
+
 class TenantStats(PydanticMessage):
     """The slots that one tenant holds, and its limits."""
 
@@ -110,7 +191,7 @@ class GhostStats(PydanticMessage):
 
     The rate of the present size was counted. The others are estimates from reuse distances, for a cache that evicts
     whole pages, least recently used first, between the same watermarks. If windows or states have pools of their own,
-    the rates are of full KV only. All rates are of a pool without a host tier: tokens that were loaded are no hits.
+    the rates are of full KV only. All rates are of a pool without tiers below: tokens that were loaded are no hits.
     """
 
     tokens_requested: int = Field(description="prompt tokens of granted requests")
@@ -247,6 +328,7 @@ class CacheStats(PydanticMessage):
     swa: PoolStats | None = Field(default=None, description="the sliding-window pool, if there is one")
     state: PoolStats | None = Field(default=None, description="the recurrent states, if there are any")
     host: TierStats | None = Field(default=None, description="the tier in host memory, if there is one")
+    disk: DiskTierStats | None = Field(default=None, description="the tier on a local disk, if there is one")
     tenants: tuple[TenantStats, ...] = Field(default=(), description="if there are any, as configured; then the rest")
     ghost: GhostStats | None = Field(default=None, description="other sizes of the pool, if `CacheConfig.ghost` is set")
 

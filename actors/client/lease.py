@@ -57,9 +57,11 @@ class Loaded(NamedTuple):
 
     Attributes:
         host: from the tier in host memory.
+        disk: from the tier on a local disk.
     """
 
     host: int = 0
+    disk: int = 0
 
 
 class Lease:
@@ -114,7 +116,7 @@ class Lease:
         self.lease_id = response.lease_id
         self.epoch = transport.epoch
         self.prefix_len = response.prefix_len
-        self.loaded = Loaded(response.loaded_len)
+        self.loaded = Loaded(response.loaded_len - response.disk_loaded_len, response.disk_loaded_len)
         self.published_len = response.prefix_len
 
     @property

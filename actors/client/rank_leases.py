@@ -199,7 +199,7 @@ class _Attempts:
 
     async def _match(self, client: PrefixCacheClient) -> int:
         found = await client.match(self._shared.request.tokens, **self._shared.namespace)
-        return max(found.prefix_len, found.host_len) if self._shared.request.load else found.prefix_len
+        return max(found.prefix_len, found.host_len, found.disk_len) if self._shared.request.load else found.prefix_len
 
 
 def _checked_clients(clients: Any) -> list[PrefixCacheClient]:

@@ -162,8 +162,8 @@ class Admission:
     def lease_response(self, lease: LeaseRecord) -> LeaseResponse:
         """Return the response that describes a lease."""
         starts, window = packed(lease.starts), self.packed_window(lease)
-        slots = lease.state_slot, lease.boundary_slot, lease.loaded_len
-        return LeaseResponse(lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, *slots)
+        own = lease.state_slot, lease.boundary_slot, lease.loaded_len, lease.disk_loaded_len
+        return LeaseResponse(lease.lease_id, lease.prefix_len, lease.num_slots, starts, window, *own)
 
     def packed_window(self, lease: LeaseRecord) -> bytes:
         """Return the first slots of a lease's window pages, packed; nothing without a sliding window."""

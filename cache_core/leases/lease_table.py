@@ -28,6 +28,7 @@ class LeaseRecord:
         "_buffer",
         "boundary_len",
         "boundary_slot",
+        "disk_loaded_len",
         "filling_for",
         "key",
         "lease_id",
@@ -91,7 +92,8 @@ class LeaseRecord:
         self.only_locks = False  # `lock` opened it, and `extend` was not called
         # while a load fills it: the session that it is for, "" if that has ended it; it stands under `TIERS` meanwhile
         self.filling_for: str | None = None
-        self.loaded_len = 0  # tokens of `prefix_len` that a load brought
+        self.loaded_len = 0  # tokens of `prefix_len` that loads brought
+        self.disk_loaded_len = 0  # of these, the tokens that came from the disk
 
     @property
     def private_starts(self) -> Starts:

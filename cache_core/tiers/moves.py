@@ -672,6 +672,8 @@ class Moves:
                 upper.end_quietly(lease, is_use=True)
                 return Finished(num_loaded)
             self.counts.loaded += num_loaded
+            if self.lower.medium == "STORAGE":
+                lease.disk_loaded_len += num_loaded
             upper.hand_out(lease, len(key))
             return Finished(num_loaded, lease)
         finally:

@@ -568,6 +568,7 @@ DEFAULTS[7] = DEFAULTS[1] | {
         "load_timeout_s": 2.0,
     },
 }
+DEFAULTS[8] = DEFAULTS[7]
 
 
 def test_a_default_that_changes_gets_a_new_protocol_number() -> None:

@@ -69,6 +69,7 @@ BY_NAME: dict[str, Any] = {
     "tenants": (TenantStats(name="a", held_slots=3, evictable_slots=2, floor_slots=1, cap_slots=5, tokens_evicted=7),),
     "block_hashes": [2**63 - 1, -(2**63)],
     "loads": {"late": 1},
+    "prefixes_dropped": {"no_room": 1},
     "refusals": {"no_wait": 1},
     "restart_causes": {"ended by Ray": 1},
     "writes": {"failed": 1},
@@ -464,10 +465,10 @@ def test_the_hit_rate_is_reused_tokens_as_a_share_of_requested_ones(requested: i
 
 
 def test_an_answer_of_another_version_says_that_versions_differ() -> None:
-    packed = pickled(restore, LeaseResponse, *range(9))
-    row_of_one_more = pickle.dumps((1, "epoch", [(4, *range(9))]))
+    packed = pickled(restore, LeaseResponse, *range(10))
+    row_of_one_more = pickle.dumps((1, "epoch", [(4, *range(10))]))
 
-    with pytest.raises(ValueError, match=r"^a LeaseResponse has 8 fields here, 9 where it was made: the versions"):
+    with pytest.raises(ValueError, match=r"^a LeaseResponse has 9 fields here, 10 where it was made: the versions"):
         pickle.loads(packed)
     for answer in (packed, row_of_one_more):
         with pytest.raises(CacheError, match="the versions of raydix differ on both sides"):
