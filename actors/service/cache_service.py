@@ -50,7 +50,7 @@ from raydix.actors.service.core_factory import build_core, build_disk_cache, bui
 from raydix.actors.service.eviction_task import EvictionTask, PoolGauge
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.service.request_handlers import Answer, RequestHandlers
-from raydix.actors.service.stats import core_stats, tier_stats
+from raydix.actors.service.stats import core_stats, disk_stats, tier_stats
 from raydix.actors.service.tier_feeds import TierFeeds
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.deadlocks import Deadlocks
@@ -166,7 +166,7 @@ class CacheService:
             for tier in self.lower.tiers:
                 self.feeds.add(tier.name, tier.medium, tier.cache)
 
-        self.core.use_clock(clock)
+        self._time_evictions(clock)
         self.insight = Insight(self.core, clock)
         self._handlers = RequestHandlers(
             epoch,
@@ -502,8 +502,13 @@ class CacheService:
 
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Time evictions and the history by this clock, in seconds, such as a trace's; call it before any request."""
-        self.core.use_clock(clock)
+        self._time_evictions(clock)
         self.insight.use_clock(clock)
+
+    def _time_evictions(self, clock: Callable[[], float]) -> None:
+        self.core.use_clock(clock)
+        if self.disk is not None:
+            self.disk.tier.cache.use_clock(clock)
 
     def report(self) -> CacheReport:
         """Return the report of `raydix report`. O(1): a few ms."""
@@ -545,6 +550,7 @@ class CacheService:
             loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
             host=None if self.tiers is None else tier_stats(self.tiers, self.wait_queue.num_loading),
+            disk=None if self.disk is None else disk_stats(self.disk),
             **core_stats(self.core),
         )
         return stats if self.ghost is None else stats.model_copy(update={"ghost": self.ghost.stats(stats.hit_rate)})

@@ -146,13 +146,13 @@ class RequestHandlers:
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
         key = key_of(request.tokens, request.namespace)
         match = self._core.match(key)
-        host = None if self._tiers is None else self._tiers.host
-        host_len = 0 if host is None else max(match.prefix_len, host.moves.lower.longest_prefix(key))
+        host_len, disk_len = (0, 0) if self._tiers is None else self._tiers.lengths_below(key, match.prefix_len)
         return MatchResponse(
             prefix_len=match.prefix_len,
             full_prefix_len=max(match.prefix_len, match.full_prefix_len),
             branching_len=match.mamba_branching_seqlen,
             host_len=host_len,
+            disk_len=disk_len,
         )
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
@@ -274,11 +274,13 @@ class RequestHandlers:
     def _explain(self, session_id: str, request: ExplainRequest) -> ExplainResponse:
         key = key_of(request.tokens, request.namespace)
         found = self._core.explain(key)
-        other, host_len = found.elsewhere, 0
-        if self._tiers is not None and self._tiers.host is not None:
-            host_len = max(found.prefix_len, self._tiers.host.moves.lower.longest_prefix(key))
+        other, host_len, disk_len, disk_left_s = found.elsewhere, 0, 0, None
+        if self._tiers is not None:
+            host_len, disk_len = self._tiers.lengths_below(key, found.prefix_len)
             whole = len(self._tiers.pool.cache.tree_key(key)) // self._core.page_size * self._core.page_size
-            found.was_dropped &= host_len < whole
+            found.was_dropped &= max(host_len, disk_len) < whole
+            if self._tiers.disk is not None:
+                disk_left_s = self._tiers.disk.left_s(key, disk_len)
         fields: tuple[str | None, str | None, str | None] = (None, None, None)
         if other is not None and other.extra_key is not None:
             fields = unframe_namespace(other.extra_key)
@@ -296,6 +298,8 @@ class RequestHandlers:
             other_cache_salt=fields[2],
             host_len=host_len,
             was_dropped=found.was_dropped,
+            disk_len=disk_len,
+            disk_left_s=disk_left_s,
         )
 
     def _tree(self, session_id: str, request: TreeRequest) -> TreeResponse:

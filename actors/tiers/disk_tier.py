@@ -32,6 +32,7 @@ from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Done
 from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWriteCounts, DiskWrites, Source
 from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.last_day import LastDay
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.record_file import stride_of
 from raydix.actors.tiers.tier_loads import TierLoads
@@ -83,6 +84,8 @@ class DiskStats:
     num_late: int = 0  # loads
     num_stalls: int = 0
     num_damaged: int = 0  # records that had not the sum of their page
+    day_bytes: int = 0  # that were written in the last 24 hours
+    uncommitted_s: float = 0.0  # seconds since a retirement began that is not committed yet; 0: there is none
 
 
 class DiskTier:
@@ -169,6 +172,9 @@ class DiskTier:
         self._timer: asyncio.TimerHandle | None = None
         self._paused_until = float("-inf")
         self._num_failed = 0  # writes that failed, so far
+        self._last_day = LastDay(clock)
+        self._noted_bytes = 0  # of writes, that `_last_day` has
+        self._uncommitted_since: float | None = None  # time of the first retirement that is not committed
         # The spaces and their ends.
         self._serials = count(1)
         self._salts: dict[str | None, int] = {}  # namespace with a space, or with one to come -> salt of its uses
@@ -199,6 +205,9 @@ class DiskTier:
         elif self.is_instant:
             lowest.is_kept = self._salts.__contains__
             lowest.upper.cache.watch_victims(lowest.write_before_eviction)
+        else:
+            lowest.is_kept = lambda namespace: self._space_of(namespace) is not None
+            lowest.upper.cache.watch_victims(lowest.count_dropped)
         if self.is_instant:
             self.loads.open_instant()
 
@@ -238,6 +247,8 @@ class DiskTier:
             num_late=self.loads.num_late,
             num_stalls=self.loads.num_stalls,
             num_damaged=self.readers.num_damaged,
+            day_bytes=self._last_day.total,
+            uncommitted_s=0.0 if (since := self._uncommitted_since) is None else self._clock() - since,
         )
 
     # ---------------------------------------------------------------- opening
@@ -491,6 +502,8 @@ class DiskTier:
         if self.writes.counts.num_failed > self._num_failed:
             self._num_failed = self.writes.counts.num_failed
             self._paused_until = self._clock() + _RETRY_S
+        self._last_day.add(self.writes.counts.num_bytes - self._noted_bytes)
+        self._noted_bytes = self.writes.counts.num_bytes
         self.wake()
         self._on_change()
 
@@ -573,6 +586,18 @@ class DiskTier:
         self.readers.drop_damaged(move, self.tier.cache)
         return finished, is_whole
 
+    def left_s(self, key: RadixKey, longest: int) -> float | None:
+        """Return the seconds since the next page of a request's key was evicted from the disk.
+
+        Args:
+            longest: the tokens of the key that can be used now or loaded.
+
+        Returns:
+            None: the page was not there, or that is forgotten.
+        """
+        found = self.tier.cache.explain(key)
+        return found.seconds_ago if found.reason == "evicted" and found.full_prefix_len >= longest else None
+
     # ---------------------------------------------------------------- retirements
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> None:
@@ -586,6 +611,7 @@ class DiskTier:
             self._delete(self.spaces.retire(is_meant))
         else:
             self._retired_before.append(is_meant)
+            self._note_uncommitted()
 
     def deletion(self) -> asyncio.Future[None] | None:
         """Return the future that ends when all retirements so far are committed: no crash can undo them then.
@@ -600,6 +626,8 @@ class DiskTier:
 
     def _delete(self, numbers: Sequence[int]) -> None:
         self._to_delete += numbers
+        if self._to_delete:
+            self._note_uncommitted()
         if not self._is_deleting and self._to_delete and not self._is_closed:
             assert self._writer is not None
             self._is_deleting = True
@@ -625,8 +653,15 @@ class DiskTier:
         self.wake()
         self._on_change()
 
+    def _note_uncommitted(self) -> None:
+        if self._uncommitted_since is None:
+            self._uncommitted_since = self._clock()
+
     def _settle_deletion(self) -> None:
-        if self._deletion is not None and not (self._retired_before or self._to_delete):
+        if self._retired_before or self._to_delete:
+            return
+        self._uncommitted_since = None
+        if self._deletion is not None:
             future, self._deletion = self._deletion, None
             if not future.done():
                 future.set_result(None)

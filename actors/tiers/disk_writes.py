@@ -270,7 +270,6 @@ class DiskWrites:
     def _coldest(self, buffer_bytes: int, space_of: SpaceOf) -> tuple[list[tuple[Moves, Move]], int]:
         """Begin to write the KV that the last tier in memory would drop next."""
         moves, found, num_bytes = self._all_moves[-1], list[tuple[Moves, Move]](), 0
-        moves.is_kept = lambda name: space_of(name) is not None
         plan = moves.plan_demotion(self._reserve)
         self.is_ahead = plan.is_ahead
         for move in plan.moves:

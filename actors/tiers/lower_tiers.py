@@ -109,6 +109,19 @@ class LowerTiers:
     def _longest_prefix(self, key: RadixKey) -> int:
         return max(tier.longest_prefix(key) for tier in self.tiers)
 
+    def lengths_below(self, key: RadixKey, prefix_len: int) -> tuple[int, int]:
+        """Return how many leading tokens of a request's key it can use, loads from the host included; then of both.
+
+        Args:
+            prefix_len: tokens that the pool has; no length is below it.
+
+        Returns:
+            Two lengths; the first is 0 without a host tier, the second without a disk.
+        """
+        longest = prefix_len if self.host is None else max(prefix_len, self.host.longest_prefix(key))
+        in_memory = 0 if self.host is None else longest
+        return in_memory, 0 if self.disk is None else max(longest, self.disk.tier.longest_prefix(key))
+
     def has_more(self, key: RadixKey) -> bool:
         """Return whether a tier has a longer prefix of a request's key than the pool."""
         return self._longest_prefix(key) > self.pool.longest_prefix(key)

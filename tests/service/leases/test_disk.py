@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from support.tiers.demotion import demote
 from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.gated_loads import PAGE
 
-from raydix.actors import Lease, LocalPrefixCache
+from raydix.actors import Lease, Loaded, LocalPrefixCache
 from raydix.actors.tiers import tier_loads
 from raydix.actors.tiers.disk_tier import DiskTier
 from raydix.cache_core.tiers.page_records import PageRecords
@@ -23,6 +25,8 @@ from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
     DiskConfig,
+    DiskPoolStats,
+    DiskTierStats,
     EvictionConfig,
     HostConfig,
     LeaseConfig,
@@ -270,3 +274,155 @@ def test_a_size_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CacheUnavailable, match=r"disk\.size must have room for a record of each kind"):
         LocalPrefixCache(small)
+
+
+# ---------------------------------------------------------------- answers and statistics
+
+
+async def test_answers_tell_the_tokens_of_the_tiers_apart(tmp_path: Path) -> None:
+    async with opened(disk_config(tmp_path, host=True)) as cache:
+        await twice(cache, PROMPT)
+        await demote(cache)
+        await cache.evict(10**6, tier="host")
+        await compute(cache, PROMPT[: 3 * PAGE])
+        await demote(cache)
+        await compute(cache, PROMPT[:PAGE])
+
+        match, why = await cache.match([*PROMPT, 0]), await cache.explain([*PROMPT, 0])
+        assert (match.prefix_len, match.host_len, match.disk_len) == (PAGE, 3 * PAGE, ALL)
+        assert (why.prefix_len, why.host_len, why.disk_len, why.disk_left_s) == (PAGE, 3 * PAGE, ALL, None)
+        assert f"{2 * PAGE} more are on the host and {5 * PAGE} on the disk: acquire loads them" in str(why)
+        before = await cache.stats()
+        async with cache.acquire(PROMPT) as lease:
+            assert (lease.prefix_len, lease.loaded) == (ALL, Loaded(host=2 * PAGE, disk=5 * PAGE))
+        after = await cache.stats()
+
+        assert after.host is not None and after.disk is not None and before.host is not None and before.disk is not None
+        assert after.host.tokens_loaded - before.host.tokens_loaded == 2 * PAGE
+        assert after.disk.tokens_loaded - before.disk.tokens_loaded == 5 * PAGE
+        assert after.tokens_reused - before.tokens_reused == ALL
+
+
+async def test_a_prompt_that_left_the_disk_is_explained(tmp_path: Path) -> None:
+    async with opened(disk_config(tmp_path)) as cache:
+        await twice(cache, PROMPT)
+        assert (await cache.explain(PROMPT)).disk_left_s is None
+        await cache.evict(ALL - 3 * PAGE, tier="disk")
+        assert (await cache.explain(PROMPT)).disk_left_s is None, "the pool has it"
+        await cache.evict(10**6)
+
+        found, unknown = await cache.explain(PROMPT), await cache.explain([7] * ALL)
+
+        assert (found.prefix_len, found.host_len, found.disk_len, found.reason) == (0, 0, 3 * PAGE, "evicted")
+        assert found.disk_left_s is not None and 0 <= found.disk_left_s < 60
+        assert str(found).startswith(
+            f"0 of {ALL} tokens hit; {3 * PAGE} more are on the disk: acquire loads them; what follows them was on the "
+            "disk until "
+        )
+        await cache.evict(10**6, tier="disk")
+        found = await cache.explain(PROMPT)
+        assert re.search(
+            r"what follows was evicted \(request\), .* s ago; it was on the disk until .* s ago", str(found)
+        )
+        assert (unknown.disk_len, unknown.disk_left_s) == (0, None)
+
+
+async def test_the_statistics_count_the_disk(tmp_path: Path) -> None:
+    async with opened(disk_config(tmp_path)) as cache:
+        await compute(cache, PROMPT)
+        await settled(cache)
+        stats = (await cache.stats()).disk
+        assert stats is not None
+        sizes = DiskPoolStats(
+            num_slots=1024,
+            free_slots=1024,
+            private_slots=0,
+            tree_slots=0,
+            quarantined_slots=0,
+            evictable_slots=0,
+            protected_slots=0,
+        )
+        assert stats == DiskTierStats(
+            state="ready", admit="second_use", slots=sizes, num_spaces=1, pages_used=8, pages_refused=8
+        )
+        await twice(cache, PROMPT)
+        await cache.evict(10**6)
+        assert await found(cache, PROMPT) == ALL
+        assert await found(cache, PROMPT) == ALL
+
+        stats = (await cache.stats()).disk
+        assert stats is not None
+        tree = {"tree_slots": ALL, "evictable_slots": ALL, "free_slots": 1024 - ALL}
+        assert stats.slots == sizes.model_copy(update=tree)
+        assert (stats.tokens_written, stats.tokens_loaded, stats.writes) == (ALL, ALL, {"committed": 8})
+        assert stats.written_bytes == stats.written_bytes_day > ALL * 16
+        assert stats.loaded_bytes >= ALL * 16 and stats.load_s > 0
+        assert (stats.pages_used, stats.pages_refused) == (5 * 8, 8)
+    async with opened(disk_config(tmp_path, fingerprint="other")) as cache:
+        stats = (await cache.stats()).disk
+        assert stats is not None
+        dormant = {"dormant_slots": ALL, "free_slots": 1024 - ALL}
+        assert (stats.slots, stats.num_spaces) == (sizes.model_copy(update=dormant), 1)
+        assert stats.written_bytes == stats.written_bytes_day == 0
+
+
+async def test_evicted_records_are_leaving_until_their_rows_are_deleted(tmp_path: Path) -> None:
+    calls = FaultyFileCalls()
+    async with opened(disk_config(tmp_path), calls) as cache:
+        await twice(cache, PROMPT)
+        go_on = calls.stall("DELETE")
+        try:
+            await cache.evict(2 * PAGE, tier="disk")
+            stats = (await cache.stats()).disk
+            assert stats is not None
+            slots = stats.slots
+            assert (slots.leaving_slots, slots.tree_slots, slots.private_slots) == (2 * PAGE, ALL - 2 * PAGE, 0)
+            assert slots.free_slots == 1024 - ALL and slots.evicted == 2 * PAGE
+        finally:
+            go_on()
+
+
+async def test_dropped_and_failed_writes_are_counted_by_cause(tmp_path: Path) -> None:
+    calls = FaultyFileCalls()
+    async with opened(disk_config(tmp_path), calls) as cache:
+        calls.fail("pwritev", errno.ENOSPC)
+        for _ in range(2):
+            await compute(cache, PROMPT)
+        async with asyncio.timeout(60):
+            while not (stats := (await cache.stats()).disk) or not stats.writes:  # noqa: ASYNC110 -- a thread writes
+                await asyncio.sleep(0.002)
+        assert stats.writes == {"failed": 1}
+        assert "No space left on device" in str(stats.last_error)
+
+
+async def test_a_retirement_that_is_not_committed_has_an_age(tmp_path: Path) -> None:
+    calls = FaultyFileCalls()
+    async with opened(disk_config(tmp_path, load_timeout_s=0.02), calls) as cache:
+        await twice(cache, PROMPT)
+        stats = (await cache.stats()).disk
+        assert stats is not None and stats.uncommitted_s == 0
+        go_on = calls.stall("DELETE")
+        try:
+            with pytest.raises(CacheUnavailable, match="the disk has not confirmed"):
+                await cache.reset()
+            stats = (await cache.stats()).disk
+            assert stats is not None and stats.uncommitted_s >= 0.02
+        finally:
+            go_on()
+        await settled(cache)
+        async with asyncio.timeout(60):
+            while (stats := (await cache.stats()).disk) and stats.uncommitted_s:  # noqa: ASYNC110 -- a thread commits
+                await asyncio.sleep(0.002)
+
+
+async def test_kv_that_leaves_memory_before_it_is_written_is_counted(tmp_path: Path) -> None:
+    async with opened(disk_config(tmp_path, admit="all", reserve=0.001)) as cache:
+        await compute(cache, PROMPT)
+        await settled(cache)
+        await cache.evict(ALL)
+
+        stats, why = (await cache.stats()).disk, await cache.explain(PROMPT)
+
+        assert stats is not None
+        assert (stats.tokens_dropped, stats.pages_used, stats.tokens_written) == (ALL, 0, 0)
+        assert (why.prefix_len, why.disk_len, why.was_dropped) == (0, 0, True)

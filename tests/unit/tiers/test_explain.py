@@ -190,9 +190,32 @@ async def test_explain_says_that_kv_was_dropped_if_the_host_lacks_some_of_it(big
             {},
             "1,024 of 8,192 tokens hit: what follows was evicted (shortfall), 3.0 s ago",
         ),
+        (
+            {"disk_len": 7168},
+            "1,024 of 8,192 tokens hit; 6,144 more are on the disk: acquire loads them",
+        ),
+        (
+            {"host_len": 2048, "disk_len": 7168},
+            "1,024 of 8,192 tokens hit; 1,024 more are on the host and 5,120 on the disk: acquire loads them",
+        ),
+        (
+            {"host_len": 2048, "disk_len": 2048, "was_dropped": True},
+            "1,024 of 8,192 tokens hit; 1,024 more are on the host: acquire loads them; what follows them was dropped "
+            "before it was written",
+        ),
+        (
+            {"disk_len": 1024, "disk_left_s": 40.0},
+            "1,024 of 8,192 tokens hit: what follows was evicted (shortfall), 3.0 s ago; it was on the disk until "
+            "40.0 s ago",
+        ),
+        (
+            {"disk_len": 7168, "disk_left_s": 40.0, "was_dropped": True},
+            "1,024 of 8,192 tokens hit; 6,144 more are on the disk: acquire loads them; what follows them was on the "
+            "disk until 40.0 s ago",
+        ),
     ],
 )
-def test_the_sentence_names_the_host_first(fields: dict[str, object], expected: str) -> None:
+def test_the_sentence_names_the_tiers_first(fields: dict[str, object], expected: str) -> None:
     of_device = {"num_tokens": 8192, "prefix_len": 1024, "full_prefix_len": 1024}
     of_eviction = {"reason": "evicted", "cause": "shortfall", "seconds_ago": 3.0}
 
