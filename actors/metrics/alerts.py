@@ -15,6 +15,7 @@ import yaml
 _NEWEST_S, _RATE_S = 120.0, 300.0
 _KNOWN_S = 900.0  # a cache that is gone is looked for so long, and a restart is reported so long
 _QUARANTINE_S = 600.0
+_DAMAGE_S = 3600.0  # damaged records are reported so long
 _NORMAL_REFUSALS = "no_wait|draining"  # a router asks without waiting, and a cache that shuts down refuses
 _HEAD = """\
 # Alerts on Raydix caches and on engines that use them: raydix dashboard --alerts. Thresholds are for most workloads:
@@ -53,6 +54,10 @@ class _Queries:
     def newest(self, name: str, aggregate: str = "max", seconds: float = _NEWEST_S) -> str:
         """Return the newest value of a gauge of each cache."""
         return f"{aggregate} by (cache) (last_over_time(ray_raydix_{name}{self.window(seconds)}))"
+
+    def offset(self, seconds: float) -> str:
+        """Return the offset of a query of earlier values."""
+        return f"offset {_time(self.scale * seconds)}"
 
     def engine_rate(self, name: str) -> str:
         """Return the events a second of each model's engines, which export them by Ray or by themselves."""
@@ -193,6 +198,66 @@ def _of_host_tiers(query: _Queries) -> Iterator[Alert]:
     )
 
 
+def _of_disks(query: _Queries) -> Iterator[Alert]:
+    state, rate, newest = "ray_raydix_disk_state", query.window(_RATE_S), query.window(_NEWEST_S)
+    damaged = "ray_raydix_disk_damaged_records_total" + newest
+    known = f"max by (cache) (last_over_time({damaged} {query.offset(_DAMAGE_S)}))"
+    yield Alert(
+        "RaydixDiskNotReady",
+        f'max by (cache, state) (last_over_time({state}{{state=~"opening|locked|failed|closed"}}{newest})) == 1',
+        300,
+        "warning",
+        "Cache {{ $labels.cache }} has served for five minutes without its disk: {{ $labels.state }}",
+        "`raydix stats NAME` has the cause, and so does the cache's log. locked: end the process that it names, or "
+        "give this cache another disk.path. failed: mend the disk or its path, and start the cache again.",
+    )
+    yield Alert(
+        "RaydixDiskStalled",
+        f'max by (cache) (max_over_time({state}{{state="stalled"}}{rate})) == 1',
+        0,
+        "warning",
+        "The disk of cache {{ $labels.cache }} did not answer within the last five minutes",
+        "Its requests compute the KV, and nothing is loaded for 30 s. Look for the disk in the kernel's log, and for "
+        "other processes that use it.",
+    )
+    yield Alert(
+        "RaydixDiskDrops",
+        f"sum by (cache, cause) (rate(ray_raydix_disk_dropped_prefixes_total{rate})) > 0.1",
+        600,
+        "warning",
+        "Cache {{ $labels.cache }} does not write {{ printf `%.2g` $value }} prefixes a second to its disk: "
+        "{{ $labels.cause }}",
+        "They are missing after a restart. queue_full, left_memory: the disk is written more slowly than prefixes "
+        "come back: raise disk.write_mib_s, or enlarge the tier above. no_room: enlarge the disk.",
+    )
+    yield Alert(
+        "RaydixDiskWritesFail",
+        f'sum by (cache) (rate(ray_raydix_disk_writes_total{{end="failed"}}{rate})) > 0',
+        60,
+        "warning",
+        "Cache {{ $labels.cache }} fails {{ printf `%.2g` $value }} writes a second to its disk",
+        "`raydix stats NAME` has the last error. Free space on the disk, or replace it. The cache tries again.",
+    )
+    yield Alert(
+        "RaydixDiskDamaged",
+        f"max by (cache) (last_over_time({damaged})) > 0 unless max by (cache) (last_over_time({damaged})) <= {known}",
+        0,
+        "warning",
+        "The disk of cache {{ $labels.cache }} has returned damaged records, {{ $value }} so far",
+        "They were dropped, and nothing of them was used. A few come from a crash during a write. More of them: "
+        "replace the disk.",
+    )
+    yield Alert(
+        "RaydixDiskUncommitted",
+        f"{query.newest('disk_uncommitted_seconds')} > 10",
+        60,
+        "critical",
+        "The disk of cache {{ $labels.cache }} has not committed a retirement for {{ $value | humanizeDuration }}",
+        "A restart now may bring retired KV back for sessions that bind equal fingerprints. The cache's log has the "
+        "cause: mend the disk. Else clear it before you start the cache again (raydix disk clear PATH).",
+    )
+
+
 def _of_engines(query: _Queries) -> Iterator[Alert]:
     yield Alert(
         "RaydixLookupTimeouts",
@@ -228,7 +293,7 @@ def alerts(scale: float = 1.0) -> tuple[Alert, ...]:
         scale: factor of all windows and of the times for which expressions must hold; tests wait for less than 1.
     """
     query = _Queries(scale)
-    return (*_of_caches(query), *_of_host_tiers(query), *_of_engines(query))
+    return (*_of_caches(query), *_of_host_tiers(query), *_of_disks(query), *_of_engines(query))
 
 
 def rules(scale: float = 1.0) -> dict[str, Any]:

@@ -98,6 +98,10 @@ _PANELS = (
                 f"sum by (cache, pool) (rate(ray_raydix_host_evicted_slots_total{_OF}[$__rate_interval]))",
                 "{{cache}} host tier, {{pool}}",
             ),
+            (
+                f"sum by (cache, pool) (rate(ray_raydix_disk_evicted_slots_total{_OF}[$__rate_interval]))",
+                "{{cache}} disk, {{pool}}",
+            ),
         ),
     ),
     _Panel(
@@ -274,6 +278,112 @@ _PANELS = (
         "Host tier: longest call of a copy",
         "s",
         ((f"max by (cache) (ray_raydix_host_longest_chunk_seconds{_OF})", "{{cache}}"),),
+    ),
+    _Panel(
+        "Disk: slots by use",
+        "short",
+        ((f"sum by (cache, pool, use) (ray_raydix_disk_slots{_OF})", "{{cache}} {{pool}} {{use}}"),),
+        True,
+    ),
+    _Panel(
+        "Disk: state",
+        "short",
+        ((f"max by (cache, state) (ray_raydix_disk_state{_OF})", "{{cache}} {{state}}"),),
+    ),
+    _Panel(
+        "Disk: loaded part of the hit rate, first uses of all uses",
+        "percentunit",
+        tuple(
+            (
+                f"sum by (cache) (rate(ray_raydix_{part}_total{_OF}[$__rate_interval])) / "
+                f"sum by (cache) (rate(ray_raydix_{whole}_total{_OF}[$__rate_interval]))",
+                f"{{{{cache}}}} {line}",
+            )
+            for part, whole, line in (
+                ("disk_loaded_tokens", "requested_tokens", "loaded of requested"),
+                ("disk_refused_pages", "disk_used_pages", "first uses"),
+            )
+        ),
+    ),
+    _Panel(
+        "Disk: tokens per second",
+        "short",
+        tuple(
+            (
+                f"sum by (cache) (rate(ray_raydix_disk_{name}_tokens_total{_OF}[$__rate_interval]))",
+                f"{{{{cache}}}} {name.replace('_', ' ')}",
+            )
+            for name in ("loaded", "loaded_unused", "written", "dropped", "failed")
+        ),
+    ),
+    _Panel(
+        "Disk: writes by end, and prefixes that were not written, per second",
+        "ops",
+        (
+            (
+                f"sum by (cache, end) (rate(ray_raydix_disk_writes_total{_OF}[$__rate_interval]))",
+                "{{cache}} writes {{end}}",
+            ),
+            (
+                f"sum by (cache, cause) (rate(ray_raydix_disk_dropped_prefixes_total{_OF}[$__rate_interval]))",
+                "{{cache}} dropped {{cause}}",
+            ),
+            (
+                f"sum by (cache) (rate(ray_raydix_disk_writes_refused_total{_OF}[$__rate_interval]))",
+                "{{cache}} writes refused",
+            ),
+        ),
+    ),
+    _Panel(
+        "Disk: late loads, stalls, damaged records, states without a slot",
+        "short",
+        tuple(
+            (
+                f"sum by (cache) (increase(ray_raydix_disk_{name}_total{_OF}[5m]))",
+                f"{{{{cache}}}} {name.replace('_', ' ')}",
+            )
+            for name in ("loads_late", "stalls", "damaged_records", "states_not_published")
+        ),
+    ),
+    _Panel(
+        "Disk: bytes per second",
+        "Bps",
+        (
+            (
+                f"sum by (cache) (rate(ray_raydix_disk_written_bytes_total{_OF}[$__rate_interval]))",
+                "{{cache}} written",
+            ),
+            (
+                f"sum by (cache) (rate(ray_raydix_disk_loaded_bytes_total{_OF}[$__rate_interval]))",
+                "{{cache}} loaded",
+            ),
+            (
+                f"sum by (cache) (rate(ray_raydix_disk_loaded_bytes_total{_OF}[$__rate_interval])) / "
+                f"sum by (cache) (rate(ray_raydix_disk_load_seconds_total{_OF}[$__rate_interval]))",
+                "{{cache}} speed of loads",
+            ),
+        ),
+    ),
+    _Panel(
+        "Disk: bytes written in the last 24 hours, and bytes to be loaded",
+        "bytes",
+        (
+            (f"sum by (cache) (ray_raydix_disk_day_written_bytes{_OF})", "{{cache}} written in 24 hours"),
+            (f"sum by (cache) (ray_raydix_disk_queued_bytes{_OF})", "{{cache}} to be loaded"),
+        ),
+    ),
+    _Panel(
+        "Disk: prefixes that wait, moves in flight, spaces",
+        "short",
+        tuple(
+            (f"max by (cache) (ray_raydix_disk_{name}{_OF})", f"{{{{cache}}}} {name.replace('_', ' ')}")
+            for name in ("due_prefixes", "moves_in_flight", "loads_in_flight", "spaces")
+        ),
+    ),
+    _Panel(
+        "Disk: time of a retirement that is not committed",
+        "s",
+        ((f"max by (cache) (ray_raydix_disk_uncommitted_seconds{_OF})", "{{cache}}"),),
     ),
     _engine_rates(
         "Engines: look-ups, loads and saves per second",

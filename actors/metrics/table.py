@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from raydix.actors.metrics.distribution import ACQUIRE_S, BATCH_SIZES, WAIT_S
-from raydix.schemas import CacheStats, Histogram, PoolStats, TierStats
+from raydix.schemas import CacheStats, DiskPoolStats, DiskTierStats, Histogram, PoolStats, TierStats
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[Labels, float]
+_Tier = Literal["host", "disk"]
 
 GHOST_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
 EXPORTED_PREFIX = "ray_"  # Ray prefixes every name with it
@@ -22,6 +23,8 @@ BUCKETS = {
     "raydix_batch_size": BATCH_SIZES,
 }
 _USES = ("free", "private", "evictable", "protected", "quarantined")
+_DISK_USES = ("unread", "dormant", "leaving")
+DISK_STATES = ("opening", "reading", "ready", "stalled", "locked", "failed", "closed")
 
 
 class Metric(NamedTuple):
@@ -60,7 +63,7 @@ def _slots(stats: CacheStats) -> Iterator[Sample]:
 def _by_use(kv: CacheStats | PoolStats, window: PoolStats | None, state: PoolStats | None) -> Iterator[Sample]:
     for name, pool in (("kv", kv), ("window", window), ("state", state)):
         if pool is not None:
-            for use in _USES:
+            for use in (*_USES, *_DISK_USES) if isinstance(pool, DiskPoolStats) else _USES:
                 yield (("pool", name), ("use", use)), float(getattr(pool, f"{use}_slots"))
 
 
@@ -75,41 +78,55 @@ def _evicted_of(*pools: tuple[str, PoolStats | None]) -> Iterator[Sample]:
             yield (("pool", name),), float(pool.evicted)
 
 
-def _host(read: Callable[[TierStats], Iterator[Sample]]) -> Callable[[CacheStats], Iterator[Sample]]:
-    """Return what `read` yields of the host tier; nothing for a cache without one."""
+def _of_tier(tier: _Tier, read: Callable[[Any], Iterator[Sample]]) -> Callable[[CacheStats], Iterator[Sample]]:
+    """Return what `read` yields of a tier below the pool; nothing for a cache without it."""
 
     def of_cache(stats: CacheStats) -> Iterator[Sample]:
-        if stats.host is not None:
-            yield from read(stats.host)
+        if (part := getattr(stats, tier)) is not None:
+            yield from read(part)
 
     return of_cache
 
 
-def _host_field(name: str, scale: float = 1.0) -> Callable[[CacheStats], Iterator[Sample]]:
-    def read(tier: TierStats) -> Iterator[Sample]:
-        yield (), scale * float(getattr(tier, name))
+def _tier_field(tier: _Tier, name: str, scale: float = 1.0) -> Callable[[CacheStats], Iterator[Sample]]:
+    def read(part: TierStats | DiskTierStats) -> Iterator[Sample]:
+        yield (), scale * float(getattr(part, name))
 
-    return _host(read)
+    return _of_tier(tier, read)
+
+
+def _tier_slots(tier: _Tier) -> Callable[[CacheStats], Iterator[Sample]]:
+    def read(part: TierStats | DiskTierStats) -> Iterator[Sample]:
+        yield from _by_use(part.slots, part.swa, part.states)
+
+    return _of_tier(tier, read)
+
+
+def _tier_evicted(tier: _Tier) -> Callable[[CacheStats], Iterator[Sample]]:
+    def read(part: TierStats | DiskTierStats) -> Iterator[Sample]:
+        yield from _evicted_of(("kv", part.slots), ("window", part.swa), ("state", part.states))
+
+    return _of_tier(tier, read)
+
+
+def _tier_counts(tier: _Tier, field: str, label: str) -> Callable[[CacheStats], Iterator[Sample]]:
+    """Return the metric of a dictionary of counts, by the label."""
+
+    def read(part: TierStats | DiskTierStats) -> Iterator[Sample]:
+        for name, number in getattr(part, field).items():
+            yield ((label, name),), float(number)
+
+    return _of_tier(tier, read)
 
 
 def _host_ready(tier: TierStats) -> Iterator[Sample]:
     yield (), float(tier.state == "ready")
 
 
-def _host_slots(tier: TierStats) -> Iterator[Sample]:
-    yield from _by_use(tier.slots, tier.swa, tier.states)
-
-
-def _host_evicted(tier: TierStats) -> Iterator[Sample]:
-    yield from _evicted_of(("kv", tier.slots), ("window", tier.swa), ("state", tier.states))
-
-
-def _host_ends(field: str) -> Callable[[CacheStats], Iterator[Sample]]:
-    def read(tier: TierStats) -> Iterator[Sample]:
-        for end, number in getattr(tier, field).items():
-            yield (("end", end),), float(number)
-
-    return _host(read)
+def _disk_state(disk: DiskTierStats) -> Iterator[Sample]:
+    found = disk.state.split()[0].rstrip(":")
+    for state in DISK_STATES:
+        yield (("state", state),), float(state == found)
 
 
 def _host_metrics() -> tuple[Metric, ...]:
@@ -144,42 +161,123 @@ def _host_metrics() -> tuple[Metric, ...]:
             "gauge",
             "slots of the host tier by pool and use, as `ray_raydix_slots`; as all metrics of the host tier, of caches "
             "with CacheConfig.host alone",
-            _host(_host_slots),
+            _tier_slots("host"),
             ("pool", "use"),
         ),
         Metric(
             "raydix_host_ready",
             "gauge",
             "1 if the host tier works; 0 while its memory is being reserved, or if it could not be",
-            _host(_host_ready),
+            _of_tier("host", _host_ready),
         ),
         *(
-            Metric(f"raydix_host_{name}", "gauge", meaning, _host_field(field, scale))
+            Metric(f"raydix_host_{name}", "gauge", meaning, _tier_field("host", field, scale))
             for name, meaning, field, scale in gauges
         ),
         Metric(
             "raydix_host_evicted_slots_total",
             "counter",
             "slots evicted from the host tier by pool, with their pages or alone",
-            _host(_host_evicted),
+            _tier_evicted("host"),
             ("pool",),
         ),
         Metric(
             "raydix_host_loads_total",
             "counter",
             "loads from the host tier by end (whole, cancelled, late, failed, closed)",
-            _host_ends("loads"),
+            _tier_counts("host", "loads", "end"),
             ("end",),
         ),
         Metric(
             "raydix_host_writes_total",
             "counter",
             "batches of writes to the host tier by end, as loads",
-            _host_ends("writes"),
+            _tier_counts("host", "writes", "end"),
             ("end",),
         ),
         *(
-            Metric(f"raydix_host_{name}_total", "counter", meaning, _host_field(field))
+            Metric(f"raydix_host_{name}_total", "counter", meaning, _tier_field("host", field))
+            for name, meaning, field in counters
+        ),
+    )
+
+
+def _disk_metrics() -> tuple[Metric, ...]:
+    """Return the metrics of the tier on a local disk. A cache without one has no values of them."""
+    gauges = (
+        ("spaces", "namespaces on the disk, each with the models that computed its KV", "num_spaces"),
+        ("due_prefixes", "prefixes that wait to be written to the disk", "due_prefixes"),
+        ("moves_in_flight", "writes to the disk and loads from it that have not ended", "moves_in_flight"),
+        ("loads_in_flight", "of these, the loads", "loads_in_flight"),
+        ("queued_bytes", "bytes that loads have still to read", "queued_bytes"),
+        ("day_written_bytes", "bytes of records written in the last 24 hours", "written_bytes_day"),
+        (
+            "uncommitted_seconds",
+            "time since a retirement began that the disk has not committed yet; 0: there is none",
+            "uncommitted_s",
+        ),
+    )
+    counters = (
+        ("used_pages", "uses of pages by requests, in whatever tier they lay", "pages_used"),
+        ("refused_pages", "of these, the first uses, after which a page is not written", "pages_refused"),
+        ("loaded_tokens", "of the reused tokens, those that were loaded from the disk", "tokens_loaded"),
+        ("loaded_unused_tokens", "tokens loaded for no lease: prefetched, or too late", "tokens_loaded_unused"),
+        ("written_tokens", "tokens that were written to the disk, and were not there before", "tokens_written"),
+        ("dropped_tokens", "tokens evicted from memory unwritten, with admit=all", "tokens_dropped"),
+        ("failed_tokens", "tokens of writes and loads that failed, were late, or were cancelled", "tokens_failed"),
+        ("writes_refused", "writes for which the disk had no free records", "writes_refused"),
+        ("states_not_published", "loaded states for which the pool had no second slot", "states_not_published"),
+        ("loaded_bytes", "bytes read from the disk", "loaded_bytes"),
+        ("written_bytes", "bytes of records written to the disk, with their padding", "written_bytes"),
+        ("load_seconds", "time of reads from the disk", "load_s"),
+        ("loads_late", "loads that took longer than their time limit", "loads_late"),
+        ("stalls", "loads of which a read did not return in time", "stalls"),
+        ("damaged_records", "records that had not the sum of their page, and were dropped", "damaged_records"),
+    )
+    return (
+        Metric(
+            "raydix_disk_slots",
+            "gauge",
+            "slots of the disk by pool and use, as `ray_raydix_slots`, and unread, dormant and leaving ones; as all "
+            "metrics of the disk, of caches with CacheConfig.disk alone",
+            _tier_slots("disk"),
+            ("pool", "use"),
+        ),
+        Metric(
+            "raydix_disk_state",
+            "gauge",
+            f"1 for the state of the disk tier ({', '.join(DISK_STATES)}), 0 for the others",
+            _of_tier("disk", _disk_state),
+            ("state",),
+        ),
+        *(
+            Metric(f"raydix_disk_{name}", "gauge", meaning, _tier_field("disk", field))
+            for name, meaning, field in gauges
+        ),
+        Metric(
+            "raydix_disk_evicted_slots_total",
+            "counter",
+            "slots evicted from the disk by pool, with their pages or alone",
+            _tier_evicted("disk"),
+            ("pool",),
+        ),
+        Metric(
+            "raydix_disk_writes_total",
+            "counter",
+            "batches of writes to the disk by end (committed, failed)",
+            _tier_counts("disk", "writes", "end"),
+            ("end",),
+        ),
+        Metric(
+            "raydix_disk_dropped_prefixes_total",
+            "counter",
+            "prefixes that were due and were not written, by cause (queue_full: too many waited; left_memory: they "
+            "were evicted before their turn; no_room: the disk had no free records)",
+            _tier_counts("disk", "prefixes_dropped", "cause"),
+            ("cause",),
+        ),
+        *(
+            Metric(f"raydix_disk_{name}_total", "counter", meaning, _tier_field("disk", field))
             for name, meaning, field in counters
         ),
     )
@@ -436,6 +534,7 @@ METRICS = (
     Metric("raydix_eviction_rounds_total", "counter", "rounds of background eviction", _of_task("rounds")),
     Metric("raydix_eviction_failures_total", "counter", "rounds that failed; the task went on", _of_task("failures")),
     *_host_metrics(),
+    *_disk_metrics(),
 )
 
 

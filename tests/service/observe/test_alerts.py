@@ -65,6 +65,11 @@ def test_there_is_an_alert_for_each_metric_that_was_made_for_one() -> None:
         "host_ready",
         "host_dropped_tokens_total",
         "host_loads_total",
+        "disk_state",
+        "disk_dropped_prefixes_total",
+        "disk_writes_total",
+        "disk_damaged_records_total",
+        "disk_uncommitted_seconds",
         "lookup_timeouts_total",
         "load_failures_total",
         "detached_requests_total",
@@ -75,7 +80,7 @@ def test_every_window_and_delay_is_scaled() -> None:
     whole, small = alerts(), alerts(0.01)
 
     for alert, scaled in zip(whole, small, strict=True):
-        times, fewer = (re.findall(r"\[(\w+)\]", each.expression) for each in (alert, scaled))
+        times, fewer = (re.findall(r"(?:\[|offset )(\w+)", each.expression) for each in (alert, scaled))
         assert [seconds(time) for time in fewer] == [pytest.approx(seconds(time) / 100) for time in times]
     delays, shorter = ([rule.get("for", "0s") for rule in rules(scale)["groups"][0]["rules"]] for scale in (1.0, 0.01))
     assert [seconds(time) for time in shorter] == [pytest.approx(seconds(time) / 100) for time in delays]

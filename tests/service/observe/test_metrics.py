@@ -22,6 +22,8 @@ from raydix.schemas import (
     CacheConfig,
     CacheStats,
     CacheUnavailable,
+    DiskPoolStats,
+    DiskTierStats,
     EvictionTaskStats,
     GhostConfig,
     Histogram,
@@ -144,7 +146,8 @@ def test_every_metric_stands_in_the_document() -> None:
 def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
     derived = {"num_slots", "tree_slots"}  # sums of others
     texts = {"epoch", "core", "last_restart_cause", "restart_causes", "findings", "model_fingerprint", "weights"}
-    others = texts | {"swa", "state", "host", "ghost", "eviction_task", "owners", "tenants", "refusals", "too_large"}
+    parts = {"swa", "state", "host", "disk", "ghost", "eviction_task", "owners", "tenants", "refusals", "too_large"}
+    others = texts | parts
     histograms = {"acquire_latency", "lock_latency", "insert_latency", "wait_time", "batch_size"}
     read = {name for name in CacheStats.model_fields if name not in derived | others | histograms}
     values = {name: float(place + 1) for place, name in enumerate(sorted(read))}
@@ -204,6 +207,35 @@ def test_every_count_of_the_host_tier_is_a_metric_and_a_cache_without_one_has_no
     reserving = tier.model_copy(update={"state": "reserving"})
     assert read(host=reserving)["raydix_host_ready", frozenset()] == 0
     assert read(host=None) == {}
+
+
+def test_every_count_of_the_disk_is_a_metric_and_a_cache_without_one_has_none_of_them() -> None:
+    uses = ("free", "private", "evictable", "protected", "quarantined", "unread", "dormant", "leaving")
+    sizes = {f"{use}_slots": 10**6 + place for place, use in enumerate(uses)}
+    pools = {name: DiskPoolStats(num_slots=0, tree_slots=0, **sizes, evicted=7) for name in ("slots", "swa", "states")}
+    others = {"state", "admit", "last_error", *pools, "writes", "prefixes_dropped"}
+    values = {name: place + 1 for place, name in enumerate(sorted(DiskTierStats.model_fields.keys() - others))}
+    by_label = {"writes": {"failed": 4711}, "prefixes_dropped": {"no_room": 4712}}
+    disk = DiskTierStats(state="ready", admit="all", **pools, **by_label, **values)
+
+    def read(**fields: object) -> dict[tuple[str, Labels], float]:
+        stats = CacheStats.model_construct(**fields)
+        of_disk = [metric for metric in METRICS if metric.name.startswith("raydix_disk_")]
+        return {(metric.name, frozenset(labels)): value for metric in of_disk for labels, value in metric.read(stats)}
+
+    seen = read(disk=disk)
+    assert set(map(float, values.values())) <= set(seen.values())
+    assert seen["raydix_disk_writes_total", frozenset({("end", "failed")})] == 4711
+    assert seen["raydix_disk_dropped_prefixes_total", frozenset({("cause", "no_room")})] == 4712
+    for pool in ("kv", "window", "state"):
+        for use in uses:
+            assert seen["raydix_disk_slots", frozenset({("pool", pool), ("use", use)})] == sizes[f"{use}_slots"]
+        assert seen["raydix_disk_evicted_slots_total", frozenset({("pool", pool)})] == 7
+    for state in ("ready", "stalled", "locked by pid 7", "failed: /nvme is no folder", "opening", "reading", "closed"):
+        found = read(disk=disk.model_copy(update={"state": state}))
+        named = {dict(labels)["state"] for (name, labels), value in found.items() if name.endswith("_state") and value}
+        assert named == {state.split()[0].rstrip(":")}
+    assert read(disk=None) == {}
 
 
 @pytest.mark.parametrize(("started", "alive", "values"), [(False, False, []), (True, True, [1]), (True, False, [0])])

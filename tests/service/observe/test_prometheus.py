@@ -151,6 +151,65 @@ CASES = {
         {"cache": "kv-0"},
         "Of the loads from the host tier of cache kv-0, 25% are late or fail",
     ),
+    "RaydixDiskNotReady": Case(
+        {
+            'ray_raydix_disk_state{cache="kv-0",state="ready"}': "1x3 0x15 1x5",
+            'ray_raydix_disk_state{cache="kv-0",state="locked"}': "0x3 1x15 0x5",
+            'ray_raydix_disk_state{cache="kv-0",state="failed"}': "0x25",
+            'ray_raydix_disk_state{cache="kv-1",state="stalled"}': "1x25",
+        },
+        12,
+        (6, 22),
+        {"cache": "kv-0", "state": "locked"},
+        "Cache kv-0 has served for five minutes without its disk: locked",
+    ),
+    "RaydixDiskStalled": Case(
+        {
+            'ray_raydix_disk_state{cache="kv-0",state="stalled"}': "0x5 1 0x15",
+            'ray_raydix_disk_state{cache="kv-0",state="ready"}': "1x5 0 1x15",
+        },
+        10,
+        (5, 13),
+        {"cache": "kv-0"},
+        "The disk of cache kv-0 did not answer within the last five minutes",
+    ),
+    "RaydixDiskDrops": Case(
+        {
+            'ray_raydix_disk_dropped_prefixes_total{cache="kv-0",cause="left_memory"}': "0x5 0+60x20 1200x30",
+            'ray_raydix_disk_dropped_prefixes_total{cache="kv-0",cause="no_room"}': "0+3x60",
+        },
+        22,
+        (12, 40),
+        {"cache": "kv-0", "cause": "left_memory"},
+        "Cache kv-0 does not write 1 prefixes a second to its disk: left_memory",
+    ),
+    "RaydixDiskWritesFail": Case(
+        {
+            'ray_raydix_disk_writes_total{cache="kv-0",end="committed"}': "0+60x40",
+            'ray_raydix_disk_writes_total{cache="kv-0",end="failed"}': "0x5 0+60x10 600x30",
+        },
+        14,
+        (5, 26),
+        {"cache": "kv-0"},
+        "Cache kv-0 fails 1 writes a second to its disk",
+    ),
+    "RaydixDiskDamaged": Case(
+        {
+            'ray_raydix_disk_damaged_records_total{cache="kv-0"}': "_x5 2x120 3x100",
+            'ray_raydix_disk_damaged_records_total{cache="kv-1"}': "0x300",
+        },
+        140,
+        (4, 100, 200),
+        {"cache": "kv-0"},
+        "The disk of cache kv-0 has returned damaged records, 3 so far",
+    ),
+    "RaydixDiskUncommitted": of_cache(
+        "disk_uncommitted_seconds",
+        "0x3 20+60x10 0x5",
+        6,
+        (4, 17),
+        "The disk of cache kv-0 has not committed a retirement for 2m 20s",
+    ),
     "RaydixLookupTimeouts": of_engines(
         "lookup_timeouts", 15, "Engines of llama get no answer in time to 2 look-ups a second"
     ),
@@ -283,7 +342,7 @@ def test_a_scrape_has_the_metrics_of_the_table_and_their_values(scene: Scene) ->
     wanted = {
         metric.exported_name
         for metric in METRICS
-        if not metric.exported_name.startswith("ray_raydix_host_")  # this cache has no tier
+        if not metric.exported_name.startswith(("ray_raydix_host_", "ray_raydix_disk_"))  # this cache has no tier
         and (metric.kind == "gauge" or any(value for _, value in metric.read(stats)))
     } - {"ray_raydix_ghost_hit_rate", "ray_raydix_tenant_slots"}
 
