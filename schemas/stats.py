@@ -339,3 +339,9 @@ class CacheStats(PydanticMessage):
         Refused requests are not in it, nor are the further attempts of a preempted request.
         """
         return self.tokens_reused / self.tokens_requested if self.tokens_requested else 0.0
+
+    @property
+    def tiers_below(self) -> str:
+        """The tiers below the pool, in words; empty: there are none."""
+        tiers = {"the host tier": self.host, "the disk": self.disk}
+        return " and ".join(name for name, tier in tiers.items() if tier is not None)

@@ -15,7 +15,7 @@ from raydix.actors.cli.output import first_finding
 from raydix.schemas.shown import NONE, byte_size, counted, measured_time, percent, points, rate, short_time, shown
 
 if TYPE_CHECKING:
-    from raydix.schemas import CacheConfig, CacheStats, Histogram, PoolStats, TierStats
+    from raydix.schemas import CacheConfig, CacheStats, DiskTierStats, Histogram, PoolStats, TierStats
 
 _BAR = 40  # characters
 _MOST_OWNERS = 8
@@ -61,6 +61,8 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
             table.add_row(title, _pool_line(pool))
     if stats.host is not None:
         _add_host(table, now, before, stats.host)
+    if stats.disk is not None:
+        _add_disk(table, now, before, stats.disk)
     _add_traffic(table, now, before)
     _add_times(table, stats)
     _add_holders(table, stats)
@@ -146,11 +148,54 @@ def _host(stats: CacheStats) -> TierStats | None:
     return stats.host
 
 
-def _ends(ends: dict[str, int]) -> str:
-    """Return the copies by their end, whole ones first."""
+def _add_disk(table: Table, now: Snapshot, before: Snapshot | None, disk: DiskTierStats) -> None:
+    stats, slots = now.stats, disk.slots
+    used = 1 - slots.free_slots / slots.num_slots
+    state = "" if disk.state == "ready" else f"; {shown(disk.state)}"
+    admit = "the second use" if disk.admit == "second_use" else "the first use"
+    table.add_row("disk", _bar(used, 1.0, 1.0))
+    table.add_row("", f"{percent(used)} of {counted(slots.num_slots, 'slot')} in use, written at {admit}{state}")
+    kept = {"dormant": slots.dormant_slots, "leaving": slots.leaving_slots, "unread": slots.unread_slots}
+    others = "".join(f", {count:,} {name}" for name, count in kept.items() if count)
+    counts = f"{slots.free_slots:,} free, {slots.private_slots:,} private, {slots.tree_slots:,} cached"
+    table.add_row("disk slots", f"{counts}{others}; {counted(disk.num_spaces, 'namespace')}")
+    for title, pool in (("disk window", disk.swa), ("disk states", disk.states)):
+        if pool is not None:
+            table.add_row(title, _pool_line(pool))
+    reused = stats.tokens_reused + stats.resumed_tokens_reused
+    loaded = f"{_count(now, before, 'tokens_loaded', 'token', _disk)}, {rate(disk.tokens_loaded, reused)} of the reused"
+    unused = f" ones, {disk.tokens_loaded_unused:,} for no request" if disk.tokens_loaded_unused else " ones"
+    faults = _faults((disk.loads_late, "late load"), (disk.stalls, "stall"), (disk.damaged_records, "damaged record"))
+    in_flight = f"{disk.loads_in_flight:,} in flight, {byte_size(disk.queued_bytes)} to be read"
+    table.add_row("disk loads", f"{loaded}{unused}{_speed(disk.loaded_bytes, disk.load_s)}; {in_flight}{faults}")
+    written = f"{_count(now, before, 'tokens_written', 'token', _disk)}, {byte_size(disk.written_bytes)}"
+    day = f"{byte_size(disk.written_bytes_day)} in the last 24 hours"
+    last = f" ({shown(disk.last_error)})" if disk.last_error else ""
+    table.add_row("disk writes", f"{written}, {day}; batches {_ends(disk.writes, 'committed')}{last}")
+    if disk.admit == "all":
+        table.add_row("", f"{_count(now, before, 'tokens_dropped', 'token', _disk)} dropped before they were written")
+    else:
+        uses = f"{counted(disk.pages_used, 'use')} of pages, {rate(disk.pages_refused, disk.pages_used)} the first ones"
+        dropped = sum(disk.prefixes_dropped.values())
+        causes = f", {dropped:,} were not written: {_ends(disk.prefixes_dropped)}" if dropped else ""
+        table.add_row("", f"{uses}; {counted(disk.due_prefixes, 'prefix')} to be written{causes}")
+    if disk.uncommitted_s:
+        age = short_time(disk.uncommitted_s)
+        table.add_row("", Text(f"a retirement is not committed for {age}: a restart may bring it back", style="red"))
+
+
+def _disk(stats: CacheStats) -> DiskTierStats | None:
+    return stats.disk
+
+
+def _faults(*counts: tuple[int, str]) -> str:
+    return "".join(f"; {counted(count, noun)}" for count, noun in counts if count)
+
+
+def _ends(ends: dict[str, int], first: str = "whole") -> str:
+    """Return the copies by their end, those of the end `first` first."""
     return (
-        ", ".join(f"{number:,} {end}" for end, number in sorted(ends.items(), key=lambda item: item[0] != "whole"))
-        or "0"
+        ", ".join(f"{number:,} {end}" for end, number in sorted(ends.items(), key=lambda item: item[0] != first)) or "0"
     )
 
 
@@ -163,7 +208,7 @@ def _count(
     before: Snapshot | None,
     field: str,
     noun: str,
-    part: Callable[[CacheStats], CacheStats | TierStats | None] = lambda stats: stats,
+    part: Callable[[CacheStats], CacheStats | TierStats | DiskTierStats | None] = lambda stats: stats,
 ) -> str:
     """Return a count and, with an earlier snapshot of the same life of the cache, its rate since then.
 
@@ -196,7 +241,7 @@ def _add_traffic(table: Table, now: Snapshot, before: Snapshot | None) -> None:
     if stats.ghost is not None and 2 * stats.num_slots <= stats.ghost.num_slots[-1]:
         gain = stats.ghost.hit_rate_at(2 * stats.num_slots) - stats.ghost.hit_rate_at(stats.num_slots)
         alone = ", of full KV alone" if stats.swa is not None or stats.state is not None else ""
-        alone += "" if stats.host is None else ", without the host tier"
+        alone += f", without {below}" if (below := stats.tiers_below) else ""
         table.add_row("ghost", f"twice the pool would change the hit rate by about {points(gain)} points{alone}")
     table.add_row(
         "evicted",

@@ -26,10 +26,10 @@ def hit_rate_section(report: CacheReport) -> Section:
     top = max(0.1, math.ceil(10 * highest) / 10)
     shapes = [*steps(edges, rates, top, "curve"), level(report.stats.hit_rate, top)]
     legend = list[Legend]()
-    if report.stats.host is not None:
+    if below := report.stats.tiers_below:
         of_pool = [_rate_between(*pair, counts_loaded=False) for pair in pairwise(known)]
         shapes = [*steps(edges, of_pool, top, "alone"), *shapes]
-        legend = [Legend([("curve", "with the tokens loaded from the host"), ("alone", "of the pool alone")])]
+        legend = [Legend([("curve", f"with the tokens loaded from {below}"), ("alone", "of the pool alone")])]
     figure = Chart("hit rate over time", shapes, _percents(top), _times_before_now(edges[-1] - edges[0]))
     text = (
         f"Of the prompt tokens of each {short_time((edges[-1] - edges[0]) / len(rates))}; a gap is a time without "
@@ -51,7 +51,7 @@ def _rate_between(first: HistoryPoint, last: HistoryPoint, counts_loaded: bool =
     """Return the share of prompt tokens that were hit; None without requests.
 
     Args:
-        counts_loaded: whether tokens that were loaded from the host tier count as hits.
+        counts_loaded: whether tokens that were loaded from tiers below the pool count as hits.
     """
     requested = last.tokens_requested - first.tokens_requested
     reused = last.tokens_reused - first.tokens_reused
@@ -117,7 +117,7 @@ def _what_if(ghost: GhostStats, stats: CacheStats) -> tuple[Text, ...]:
     now, twice = (ghost.hit_rate_at(factor * stats.num_slots) for factor in (1, 2))
     alone = " This counts full KV alone: a missing window or state makes hits shorter."
     more = alone if stats.swa is not None or stats.state is not None else ""
-    more += "" if stats.host is None else " All rates here are those of a pool without a host tier."
+    more += f" All rates here are those of a pool without {below}." if (below := stats.tiers_below) else ""
     return (Text(f"Twice the pool would give about {points(twice - now)} points: {percent(twice)} hits.{more}"),)
 
 

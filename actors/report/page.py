@@ -10,6 +10,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from raydix.actors.report.charts import Bar, Figure, Figures, Section, Table, Text, shortened
 from raydix.actors.report.curves import ghost_section, hit_rate_section, pool_section
+from raydix.actors.report.disk_tier import disk_section
 from raydix.actors.report.host_tier import host_section
 from raydix.actors.report.too_large import too_large
 from raydix.actors.report.tree_view import LABEL_WIDTHS, prefix_section, tree_section
@@ -39,7 +40,8 @@ def render(report: CacheReport, config: CacheConfig, title: str, made_at: dateti
         hit_rate_section(report),
         pool_section(report, config),
         *([host_section(report.stats, report.stats.host)] if report.stats.host is not None else []),
-        _namespaces(report.namespaces, has_host=report.stats.host is not None),
+        *([disk_section(report.stats, report.stats.disk)] if report.stats.disk is not None else []),
+        _namespaces(report.namespaces, has_tiers=bool(report.stats.tiers_below)),
         *([_tenants(report.stats)] if report.stats.tenants else []),
         _refusals(report.stats),
         ghost_section(report.stats, config),
@@ -49,7 +51,7 @@ def render(report: CacheReport, config: CacheConfig, title: str, made_at: dateti
     )
     return _template().render(
         title=shown(title),
-        subtitle=_subtitle(config, made_at or datetime.now(UTC)),
+        subtitle=_subtitle(config, report.stats, made_at or datetime.now(UTC)),
         sections=sections,
         label_widths=LABEL_WIDTHS,
     )
@@ -61,13 +63,14 @@ def _template() -> Template:
     return environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
 
 
-def _subtitle(config: CacheConfig, made_at: datetime) -> str:
+def _subtitle(config: CacheConfig, stats: CacheStats, made_at: datetime) -> str:
     marks = config.eviction
     task = f"evicts from {percent(marks.high_watermark, 0)} down to {percent(marks.low_watermark, 0)}"
     slots = f"{counted(config.pool.num_slots, 'slot')} in pages of {config.page_size}"
-    host = "" if config.host is None else f"host tier of {counted(config.host.num_slots, 'slot')}, "
+    below = {"host tier": stats.host, "disk": stats.disk}
+    tiers = [f"{name} of {counted(tier.slots.num_slots, 'slot')}, " for name, tier in below.items() if tier is not None]
     return (
-        f"kind {config.kind}, {slots}, {host}policy {marks.policy}, "
+        f"kind {config.kind}, {slots}, {''.join(tiers)}policy {marks.policy}, "
         f"{task if marks.high_watermark < 1 else 'no background eviction'}; {made_at:%Y-%m-%d %H:%M} UTC"
     )
 
@@ -98,12 +101,12 @@ def _figures(report: CacheReport) -> Section:
     return Section("", (*never, Figures(figures), *notes))
 
 
-def _namespaces(namespaces: tuple[NamespaceStats, ...], has_host: bool) -> Section:
+def _namespaces(namespaces: tuple[NamespaceStats, ...], has_tiers: bool) -> Section:
     title = "Hit rate by namespace"
     if not namespaces:
         return Section(title, (Text("No requests yet."),))
     head = ("namespace", "", "hit rate", "requests", "tokens", "refused", "loaded")
-    width = len(head) if has_host else len(head) - 1
+    width = len(head) if has_tiers else len(head) - 1
     rows = [
         (
             shortened(namespace.label),

@@ -9,16 +9,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from raydix.actors.observe.node_facts import HiddenPackage, NodeFacts
-from raydix.schemas import TierStats
+from raydix.schemas import DiskTierStats, TierStats
 from raydix.schemas.errors import ConfigMismatch
 from raydix.schemas.protocol import check_handshake, handshake, read_handshake
-from raydix.schemas.shown import byte_size, counted
+from raydix.schemas.shown import byte_size, counted, short_time
 
 OUT_OF_MEMORY = "killed by Ray's memory monitor"  # a cause of restarts
 _LEAST_LEFT = 0.1  # the part of the node's memory that a full pool must leave
 _LEAST_SHM = 2**30  # bytes; containers have 64 MiB by default
 _LEAST_SHM_FREE = 0.05
 _TIER_STATES = ("ready", "reserving", "closed")  # other states of a host tier are faults
+_UNCOMMITTED_S = 10.0  # for which a disk may take to commit a retirement
 _REMEDY = (
     "give the pool or the host tier fewer slots, run fewer engines and other processes on this node, or raise the "
     "limit of Ray's monitor (RAY_memory_usage_threshold)"
@@ -161,6 +162,24 @@ def tier_finding(tier: TierStats | None) -> str:
     if tier is None or tier.state in _TIER_STATES:
         return ""
     return f"the cache serves without its host tier, as {tier.state}; then start the cache again"
+
+
+def disk_finding(disk: DiskTierStats | None) -> str:
+    """Return a warning if a cache serves without its disk, or has not committed a retirement; else an empty text."""
+    if disk is None:
+        return ""
+    if disk.uncommitted_s >= _UNCOMMITTED_S:
+        return (
+            f"the disk has not committed a retirement for {short_time(disk.uncommitted_s)}, so a restart may bring "
+            "retired KV back: the cache's log has the cause; mend the disk, or clear it before the cache starts again"
+        )
+    if disk.state.startswith("locked"):
+        return f"the cache serves without its disk, which is {disk.state}: end that process, or change disk.path"
+    if disk.state.startswith("failed"):
+        return f"the cache serves without its disk, which has {disk.state}; mend it, then start the cache again"
+    if disk.state == "stalled":
+        return "the disk does not answer, and nothing is loaded from it for 30 s: look for it in the kernel's log"
+    return ""
 
 
 def restarts_finding(restarts: Restarts) -> str:

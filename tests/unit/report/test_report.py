@@ -19,6 +19,7 @@ from raydix.schemas import (
     AcquireRequest,
     CacheConfig,
     CacheReport,
+    DiskConfig,
     EvictionConfig,
     GhostConfig,
     HostConfig,
@@ -483,7 +484,66 @@ async def test_other_sizes_of_the_pool_are_estimated_without_the_host_tier(tiere
 
     assert tiered.stats().hit_rate > alone.stats().hit_rate
     assert tiered.stats().ghost == alone.stats().ghost
-    assert any("All rates here are those of a pool without a host tier." in text for text in page_of(tiered).text)
+    assert any("All rates here are those of a pool without the host tier." in text for text in page_of(tiered).text)
+
+
+@pytest.fixture
+def on_disk(clock: Clock) -> CacheService:
+    """Four pages of four tokens, above a disk of 16 pages."""
+    config = CacheConfig(
+        page_size=4,
+        pool=PoolConfig(num_slots=16, device="cpu"),
+        eviction=EvictionConfig(high_watermark=1.0),
+        disk=DiskConfig(path="/nowhere", num_slots=64, fingerprint="m"),
+        ghost=GhostConfig(),
+    )
+    return CacheService(config, "epoch", clock=clock)
+
+
+async def test_the_page_tells_how_full_the_disk_is_and_what_it_gave(on_disk: CacheService) -> None:
+    for prompt in ([1] * 16, [1] * 16, [2] * 16, [1] * 16):
+        serve(on_disk, prompt)
+
+    text = page_of(on_disk).text
+    without = page_of(CacheService(on_disk.config.model_copy(update={"disk": None}), "epoch")).text
+
+    figures = text[text.index("The disk") + 1 :]
+    assert figures[:3] == ["in use", "25.0 %", "16 of 64 slots"]
+    assert figures[figures.index("tokens loaded") :][:3] == ["tokens loaded", "16", "50.0 % of the reused"]
+    assert figures[figures.index("prefixes not written") :][:3] == [
+        "prefixes not written", "0", "first uses: 50.0 % of 16"
+    ]  # fmt: skip
+    assert figures[figures.index("damaged records") :][:3] == ["damaged records", "0", "dropped, and not used"]
+    assert any("disk of 64 slots" in line for line in text)
+    assert "with the tokens loaded from the disk" in text and "loaded" in text
+    assert any("All rates here are those of a pool without the disk." in line for line in text)
+    assert "The disk" not in without and "loaded" not in without
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"state": "opening"}, "It is being opened: it takes nothing yet."),
+        ({"state": "reading"}, "Its index is being read."),
+        ({"state": "locked by pid 7"}, "It does not work: locked by pid 7"),
+        ({"state": "failed: /x is no folder"}, "It does not work: failed: /x is no folder"),
+        (
+            {"uncommitted_s": 12.0},
+            "A retirement is not committed for 12 s: a restart now may bring its pages back.",
+        ),
+        ({"admit": "all", "tokens_dropped": 7}, "before they were written"),
+    ],
+)
+def test_the_page_says_what_is_wrong_with_a_disk(
+    on_disk: CacheService, fields: dict[str, object], expected: str
+) -> None:
+    disk = on_disk.stats().disk
+    assert disk is not None
+    stats = on_disk.stats().model_copy(update={"disk": disk.model_copy(update=fields)})
+
+    text = Page(render(on_disk.report().model_copy(update={"stats": stats}), on_disk.config, "kv-0")).text
+
+    assert expected in text
 
 
 def test_requests_without_a_namespace_are_called_what_the_tree_calls_them() -> None:

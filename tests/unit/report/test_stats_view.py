@@ -13,6 +13,8 @@ from raydix.actors.cli.stats_view import Snapshot, view
 from raydix.schemas import (
     CacheConfig,
     CacheStats,
+    DiskPoolStats,
+    DiskTierStats,
     EvictionTaskStats,
     GhostStats,
     Histogram,
@@ -276,6 +278,79 @@ def test_windows_and_states_of_the_host_tier_have_their_lines() -> None:
 
     assert "host window 87.5 % of 4,000 in use, 3,400 evictable" in text
     assert "host states 87.5 % of 4,000 in use, 3,400 evictable" in text
+
+
+DISK_POOL = DiskPoolStats(num_slots=8000, free_slots=2000, private_slots=16, tree_slots=4984, quarantined_slots=0,
+                          evictable_slots=4984, protected_slots=0, dormant_slots=900, leaving_slots=100)  # fmt: skip
+DISK = DiskTierStats(
+    state="ready",
+    admit="second_use",
+    slots=DISK_POOL,
+    num_spaces=3,
+    due_prefixes=1,
+    pages_used=200,
+    pages_refused=150,
+    tokens_written=5_000,
+    tokens_loaded=1_000,
+    tokens_loaded_unused=64,
+    tokens_dropped=600,
+    writes={"failed": 1, "committed": 9},
+    prefixes_dropped={"no_room": 2, "left_memory": 4},
+    last_error="No space left on device",
+    written_bytes=3 * 2**30,
+    written_bytes_day=2**30,
+    loads_in_flight=2,
+    loaded_bytes=3 * 2**30,
+    load_s=2.0,
+    queued_bytes=5 * 2**20,
+    loads_late=1,
+    stalls=2,
+    damaged_records=3,
+)
+
+
+def test_the_disk_is_shown_with_what_it_gave_and_what_was_written() -> None:
+    before = DISK.model_copy(update={"tokens_loaded": 400})
+
+    text = text_of(snapshot(disk=DISK, resumed_tokens_reused=1_500), snapshot(at_s=8.0, disk=before))
+
+    for part in (
+        "75.0 % of 8,000 slots in use, written at the second use disk slots 2,000 free, 16 private, 4,984 cached, "
+        "900 dormant, 100 leaving; 3 namespaces",
+        "disk loads 1,000 tokens (300 a second just now), 25.0 % of the reused ones, 64 for no request at 1.5 GiB a "
+        "second; 2 in flight, 5 MiB to be read; 1 late load; 2 stalls; 3 damaged records",
+        "disk writes 5,000 tokens, 3 GiB, 1 GiB in the last 24 hours; batches 9 committed, 1 failed (No space left on "
+        "device)",
+        "200 uses of pages, 75.0 % the first ones; 1 prefix to be written, 6 were not written: 2 no_room, 4 "
+        "left_memory",
+    ):
+        assert part in text
+    assert "retirement" not in text and "disk" not in text_of(snapshot())
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"state": "locked by pid 7"}, "in use, written at the second use; locked by pid 7"),
+        ({"admit": "all"}, "600 tokens dropped before they were written"),
+        ({"uncommitted_s": 12.0}, "a retirement is not committed for 12 s: a restart may bring it back"),
+        ({"swa": DISK_POOL}, "disk window 75.0 % of 8,000 in use, 4,984 evictable"),
+        ({"states": DISK_POOL}, "disk states 75.0 % of 8,000 in use, 4,984 evictable"),
+    ],
+)
+def test_the_view_of_a_disk_says_what_else_there_is(fields: dict[str, object], expected: str) -> None:
+    assert expected in text_of(snapshot(disk=DISK.model_copy(update=fields)))
+
+
+def test_twice_the_pool_is_a_pool_without_the_tiers_below() -> None:
+    ghost = GhostStats(tokens_requested=10, sample_rate=1.0, num_slots=(1000, 2000), hit_rates=(0.25, 0.35))
+
+    for tiers, expected in (
+        ({"host": HOST}, ", without the host tier"),
+        ({"disk": DISK}, ", without the disk"),
+        ({"host": HOST, "disk": DISK}, ", without the host tier and the disk"),
+    ):
+        assert f"points{expected} evicted" in text_of(snapshot(ghost=ghost, **tiers))
 
 
 def test_of_twice_the_pool_nothing_is_told_where_it_was_not_followed() -> None:

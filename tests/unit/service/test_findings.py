@@ -21,6 +21,7 @@ from raydix.actors.observe.node_memory import table_bytes
 from raydix.actors.service.findings import (
     OUT_OF_MEMORY,
     Restarts,
+    disk_finding,
     facts_when_full,
     findings,
     memory_finding,
@@ -32,7 +33,7 @@ from raydix.actors.service.findings import (
     version_finding,
 )
 from raydix.actors.transport.process_liveness import own_liveness_path
-from raydix.schemas import CacheConfig, HostConfig, PoolConfig, PoolStats, TierStats
+from raydix.schemas import CacheConfig, DiskPoolStats, DiskTierStats, HostConfig, PoolConfig, PoolStats, TierStats
 from raydix.schemas.protocol import PROTOCOL, handshake
 from raydix.schemas.version import package_version
 
@@ -49,6 +50,7 @@ TIER = TierStats(
         protected_slots=0,
     ),
 )  # fmt: skip
+DISK = DiskTierStats(state="ready", admit="all", slots=DiskPoolStats(**TIER.slots.model_dump()))
 HIDDEN = HiddenPackage("/clone/raydix", "/venv/site-packages/raydix", "0.2.0")
 
 
@@ -82,6 +84,26 @@ def test_the_gravest_finding_comes_first() -> None:
             "serves without its host tier, as the host pool needs 8 GiB",
             "lower host.num_slots; then start the cache again",
         ),
+        (
+            lambda: disk_finding(DISK.model_copy(update={"state": "locked by pid 7"})),
+            "serves without its disk, which is locked by pid 7",
+            "end that process",
+        ),
+        (
+            lambda: disk_finding(DISK.model_copy(update={"state": "failed: /x is no folder: name one in disk.path"})),
+            "serves without its disk, which has failed: /x is no folder",
+            "then start the cache again",
+        ),
+        (
+            lambda: disk_finding(DISK.model_copy(update={"state": "stalled"})),
+            "the disk does not answer",
+            "kernel's log",
+        ),
+        (
+            lambda: disk_finding(DISK.model_copy(update={"uncommitted_s": 12.0})),
+            "has not committed a retirement for 12 s",
+            "mend the disk",
+        ),
         (lambda: package_finding(HIDDEN), "which hides the installed 0.2.0 at /venv", "PYTHONPATH"),
         (lambda: shm_finding(64 * 2**20, 64 * 2**20), "/dev/shm has 64 MiB", "--shm-size"),
         (lambda: shm_finding(0, 0), "/dev/shm has 0 bytes", "emptyDir"),
@@ -107,7 +129,9 @@ def test_a_finding_is_one_line_with_the_fault_and_the_remedy(find: Callable[[], 
 def test_nothing_is_found_without_a_fault() -> None:
     assert memory_finding(10, 100) == package_finding(None) == shm_finding(8 * GIB, GIB) == ""
     assert [tier_finding(TIER.model_copy(update={"state": state})) for state in ("ready", "reserving")] == ["", ""]
-    assert tier_finding(None) == ""
+    assert tier_finding(None) == disk_finding(None) == ""
+    healthy = ({"state": state} for state in ("ready", "opening", "reading", "closed"))
+    assert [disk_finding(DISK.model_copy(update=fields)) for fields in (*healthy, {"uncommitted_s": 2.0})] == [""] * 5
     assert niceness_finding(0) == sight_finding(True) == version_finding(list(handshake())) == ""
 
 
