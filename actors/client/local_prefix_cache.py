@@ -29,7 +29,8 @@ class LocalPrefixCache(PrefixCacheClient):
 
     Raises:
         InvalidRequest: `config` is not a CacheConfig.
-        CacheUnavailable: the pool does not fit in memory, or the device is not there.
+        CacheUnavailable: the pool does not fit in memory, the device is not there, or the disk cannot be used. For a
+            disk that another process has, the cache waits up to 10 s, then serves without it until it gets it.
     """
 
     def __init__(self, config: CacheConfig) -> None:

@@ -62,7 +62,8 @@ class PrefixCacheActor:
     changes the cache without awaiting in between, so each is atomic.
 
     Raises:
-        CacheUnavailable: the pool does not fit in memory, or `device` asks for a GPU that the actor does not have.
+        CacheUnavailable: the pool does not fit in memory, `device` asks for a GPU that the actor does not have, or the
+            disk cannot be used; after a restart, the cache serves without such a disk.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -87,6 +88,8 @@ class PrefixCacheActor:
         pool_bytes = exported.handle.num_bytes if device.type == "cpu" else 0
         full, when = facts_when_full(facts, pool_bytes, host_bytes(config))
         self._host.service.findings = findings(full, restarts, when)
+        if self._host.service.disk is not None:  # its rows are read before the first session
+            self._host.service.disk.start()
         self._socket_server = UnixSocketServer(self._host.service)
         self._watch = DeathWatch(self._host.service.reaper.owner_unavailable)
         self._host.service.reaper.on_end = self._watch.unwatch

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import uuid
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,14 +31,20 @@ from raydix.schemas import (
 )
 from raydix.schemas.version import package_version
 
+if TYPE_CHECKING:
+    from raydix.actors.tiers.disk_errors import FolderInUse
+    from raydix.actors.tiers.disk_store import DiskStore
+
 logger = logging.getLogger(__name__)
 
 
 class CacheHost:
     """The cache of one process: its bookkeeping and its tensors.
 
+    A disk that cannot be used is an error at the first start. A cache that Ray restarts serves without it.
+
     Raises:
-        CacheUnavailable: the pool does not fit in this machine's memory.
+        CacheUnavailable: the pool does not fit in this machine's memory, or the disk cannot be used.
     """
 
     def __init__(
@@ -50,9 +57,17 @@ class CacheHost:
         name: str = "local",
     ) -> None:
         epoch = uuid.uuid4().hex
-        self.exported = ExportedPool(config, device, epoch, node_id, share)
-        medium = "GPU" if device.type == "cuda" else "CPU"
-        self.service = CacheService(config, epoch, self.exported.pool, medium, restarts=restarts, name=name)
+        disk = _opened_disk(config, name) if config.disk is not None and not restarts.times else None
+        try:
+            self.exported = ExportedPool(config, device, epoch, node_id, share)
+            medium = "GPU" if device.type == "cuda" else "CPU"
+            self.service = CacheService(
+                config, epoch, self.exported.pool, medium, restarts=restarts, name=name, disk=disk
+            )
+        except BaseException:
+            if disk is not None and not isinstance(disk, Exception):
+                disk.close()
+            raise
         self._loop: asyncio.AbstractEventLoop | None = None  # of all its calls
         self._loop_lock = threading.Lock()
 
@@ -128,6 +143,14 @@ class CacheHost:
                 f"lease {request.lease_id!r} does not {'hold' if private else 'cover'} all of these slots"
                 f"{' privately: only slots that were not published yet can be written' if private else ''}"
             )
+
+
+def _opened_disk(config: CacheConfig, name: str) -> DiskStore | FolderInUse | None:
+    """Open the disk of a cache: see `open_disk`. It waits for a predecessor."""
+    # This imports xxhash.
+    from raydix.actors.tiers.open_disk import open_disk
+
+    return open_disk(config, name)
 
 
 def local_device(config: CacheConfig) -> torch.device:

@@ -93,6 +93,8 @@ from raydix.schemas.message import Malformed
 from raydix.schemas.requests import DEVICE
 
 if TYPE_CHECKING:
+    from raydix.actors.tiers.disk_errors import FolderInUse
+    from raydix.actors.tiers.disk_store import DiskStore
     from raydix.actors.tiers.disk_tier import DiskTier
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ class CacheService:
         clock: seconds, of any origin; by it sessions expire.
         restarts: of this cache, before this life of it.
         name: of the cache: of its folder on the disk.
+        disk: its files, as `open_disk` returned them; None: the disk is opened when the first session begins.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class CacheService:
         clock: Callable[[], float] = time.monotonic,
         restarts: Restarts = NEVER_RESTARTED,
         name: str = "local",
+        disk: DiskStore | FolderInUse | None = None,
     ) -> None:
         self.config = config
         self._restarts = restarts
@@ -144,7 +148,7 @@ class CacheService:
         self.core, gauges = build_core(config, pool, self._on_pressure)
         self.tiers = self._make_tiers(pool, gauges)
         self.bindings = ModelBindings(self.core, config.fingerprint)
-        self.disk = self._make_disk(pool, medium, name)
+        self.disk = self._make_disk(pool, medium, name, disk)
         has_lower = self.tiers is not None or self.disk is not None
         self.lower = LowerTiers(self.tiers, self.disk) if has_lower else None
         self.reaper = SessionReaper(config.leases, self.core, self.wait_queue, self._after_session, clock)
@@ -198,7 +202,9 @@ class CacheService:
         tiers.may_begin = lambda: not (self._draining or self.wait_queue.waiting)
         return tiers
 
-    def _make_disk(self, pool: KVPool | RecordPool | None, medium: str, name: str) -> DiskTier | None:
+    def _make_disk(
+        self, pool: KVPool | RecordPool | None, medium: str, name: str, opened: DiskStore | FolderInUse | None
+    ) -> DiskTier | None:
         """Return the disk tier; None without one.
 
         Raises:
@@ -219,7 +225,7 @@ class CacheService:
         sources = [Source(Tier(DEVICE, medium, self.core) if host is None else host.moves.upper, lambda: pool)]
         if host is not None:
             sources.append(Source(host.moves.lower, lambda: host.lower_pool))
-        disk = DiskTier(self.config, name, sources, cache, self._models_of, self._after_moves)
+        disk = DiskTier(self.config, name, sources, cache, self._models_of, self._after_moves, opened=opened)
         disk.may_begin = lambda: not self.wait_queue.waiting
         return disk
 

@@ -57,16 +57,18 @@ class IndexDamaged(DiskError):
 
 
 class FolderInUse(DiskError):
-    """Another process has the folder.
+    """Another process has the folder, or another cache of this one.
 
     Attributes:
         pid: of that process; None: it has not written it yet.
+        is_own: whether it is this process.
     """
 
-    def __init__(self, path: str, pid: int | None) -> None:
-        super().__init__(path, pid)
+    def __init__(self, path: str, pid: int | None, is_own: bool = False) -> None:
+        super().__init__(path, pid, is_own)
         self.path = path
         self.pid = pid
+        self.is_own = is_own
 
     def __str__(self) -> str:
         return f"{self.path} is locked by {'another process' if self.pid is None else f'pid {self.pid}'}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.record_file import DirectIO
 from raydix.cache_core.tiers.page_records import Kind
 from raydix.schemas import CacheUnavailable
-from raydix.schemas.shown import brief, byte_size
+from raydix.schemas.shown import brief, byte_size, counted
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ PREDECESSOR_S = 10.0  # seconds that a cache waits for the one before it, which 
 
 _LOCK = "lock"
 _POLL_S = 0.1
+_OWN_S = 1.0  # seconds that a cache waits for another one of its process, of which threads may still end
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NETWORK = {  # f_type of statfs -> name of a file system on other machines
     0x6969: "NFS",
@@ -43,6 +45,9 @@ _NETWORK = {  # f_type of statfs -> name of a file system on other machines
     0x5346414F: "AFS",
     0x0BD00BD0: "Lustre",
 }
+
+
+_own_locks: set[tuple[int, int]] = set()  # device and inode of the locks that this process has
 
 
 class DiskFolder:
@@ -67,6 +72,7 @@ class DiskFolder:
         self, path: str, cache: str, layout: str, *, direct_io: DirectIO = "auto", calls: FileCalls | None = None
     ) -> None:
         self._calls = calls or FileCalls()
+        self._top, self._cache = path, cache
         self._lock_fd: int | None = None
         top = _open_top(path)
         try:
@@ -105,10 +111,11 @@ class DiskFolder:
                 raise _unusable(os.path.join(self.path, _LOCK), error.strerror or str(error)) from error
             try:
                 if not _try_lock(fd, fcntl.LOCK_EX):
-                    raise FolderInUse(self.path, _pid_in(fd))
+                    raise FolderInUse(self.path, _pid_in(fd), _id_of(fd) in _own_locks)
                 if _is_there(self.fd, fd):  # `clear` removes the file while it has the lock.
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+                    _own_locks.add(_id_of(fd))
                     self._lock_fd, fd = fd, -1
             finally:
                 if fd >= 0:
@@ -118,14 +125,16 @@ class DiskFolder:
         """Take the folder for this process, when the process that has it has ended. Call it in a thread.
 
         Raises:
-            FolderInUse: another process still has it, after `timeout_s` or when it is given up.
+            FolderInUse: another process still has it, after `timeout_s` or when it is given up; or another cache of
+                this process has it, after a second.
         """
-        deadline = monotonic() + timeout_s
+        began = monotonic()
         while True:
             try:
                 self.lock()
-            except FolderInUse:
-                if monotonic() >= deadline or is_given_up():
+            except FolderInUse as error:
+                limit_s = min(timeout_s, _OWN_S) if error.is_own else timeout_s
+                if monotonic() >= began + limit_s or is_given_up():
                     raise
                 sleep(_POLL_S)
             else:
@@ -133,6 +142,8 @@ class DiskFolder:
 
     def close(self) -> None:
         """Give the folder back. Its files must be closed. A second call has no effect."""
+        if self._lock_fd is not None:
+            _own_locks.discard(_id_of(self._lock_fd))
         for fd in (self._lock_fd, self.fd):
             if fd is not None and fd >= 0:
                 os.close(fd)
@@ -144,10 +155,22 @@ class DiskFolder:
         """Raise CacheUnavailable if the file system has no room for so many bytes, with the files that are there."""
         free = self._calls.free_bytes(self.fd) + _used_bytes(self.fd)
         if num_bytes > free:
+            others = f"; {text}" if (text := self.others_text()) else ""
             raise CacheUnavailable(
                 f"the disk cannot be used: {self.path} needs {byte_size(num_bytes)} with its index, and "
-                f"{byte_size(free)} are free; lower disk.num_slots or disk.size"
+                f"{byte_size(free)} are free; lower disk.num_slots or disk.size{others}"
             )
+
+    def others_text(self) -> str:
+        """Return which folders of this cache have records of other layouts, as a sentence; empty: none has."""
+        found = [facts for facts in list_folders(self._top) if facts.cache == self._cache and facts.path != self.path]
+        if not found:
+            return ""
+        named = ", ".join(f"{byte_size(facts.num_bytes)} in {facts.path}" for facts in found)
+        return (
+            f"there are records of {counted(len(found), 'other layout')} of this cache, which it cannot read: {named}; "
+            f"`raydix disk clear {shlex.quote(self._top)} --name {shlex.quote(self._cache)}` removes them"
+        )
 
 
 # -------------------------------------------------------------------- folders that are there
@@ -296,6 +319,11 @@ def _try_lock(fd: int, how: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _id_of(fd: int) -> tuple[int, int]:
+    facts = os.fstat(fd)
+    return facts.st_dev, facts.st_ino
 
 
 def _pid_in(fd: int) -> int | None:

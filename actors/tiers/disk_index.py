@@ -10,6 +10,7 @@ is unused, and a row names the record of its page, or a record with a wrong sum.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import stat
@@ -127,17 +128,18 @@ def _page_bytes(page_size: int) -> int:
 
 
 class DiskIndex:
-    """The index of one folder. All calls must come from the thread that made it, and from one process.
+    """The index of one folder. All calls must come from one process, and from one thread at a time.
 
     A new index has room for all its rows, so that a full disk is met at the start.
 
     Args:
         path: of the folder.
-        layout: of the records.
+        layout: of the records; None: the index must be there, and may be of any layout.
         room: bytes that a new index reserves, as of `index_bytes`.
         calls: of the operating system.
 
     Attributes:
+        layout: of the records.
         num_bad_rows: rows that were read and are no rows of this format, so far.
 
     Raises:
@@ -146,16 +148,17 @@ class DiskIndex:
         DiskError: it could not be read or written.
     """
 
-    def __init__(self, path: str, layout: IndexLayout, *, room: int = 0, calls: FileCalls | None = None) -> None:
+    def __init__(self, path: str, layout: IndexLayout | None, *, room: int = 0, calls: FileCalls | None = None) -> None:
         self._calls = calls or FileCalls()
-        self._layout = layout
         self.num_bad_rows = 0
         self._past_orphans = 0  # spaces up to here have no orphans
         if not _exists(path):
-            self._create(path, room)
+            if layout is None:
+                raise CacheUnavailable(f"{path} has no index of a disk tier")
+            self._create(path, layout, room)
         self._db = self._connect(os.path.join(path, INDEX))
         try:
-            self._check_layout()
+            self.layout = self._read_layout(layout)
             self._live = {space.number for space in self.spaces()}
         except BaseException:
             self._db.close()
@@ -290,7 +293,7 @@ class DiskIndex:
             and len(digest) == DIGEST_BYTES
             and len(record_sum) == SUM_BYTES
             and (parent is None or len(parent) == DIGEST_BYTES)
-            and (tokens is None or (len(tokens) > 0 and len(tokens) % (4 * self._layout.page_size) == 0))
+            and (tokens is None or (len(tokens) > 0 and len(tokens) % (4 * self.layout.page_size) == 0))
         )
 
     def records(
@@ -315,9 +318,15 @@ class DiskIndex:
 
     def num_rows(self, space: int) -> int:
         """Return the number of a space's rows. O(rows)."""
+        return sum(self.num_records(space).values())
+
+    def num_records(self, space: int) -> dict[Kind, int]:
+        """Return the number of a space's records of each kind that it has. O(rows)."""
         with _typed("reading the index"):
-            found = self._db.execute("SELECT count(*) FROM rows WHERE space = ?", (space,)).fetchone()
-        return int(found[0])
+            found = self._db.execute(
+                "SELECT kind, count(*) FROM rows WHERE space = ? GROUP BY kind", (space,)
+            ).fetchall()
+        return {KINDS[kind]: number for kind, number in found if kind in range(len(KINDS))}
 
     # ---------------------------------------------------------------- the database
 
@@ -353,7 +362,8 @@ class DiskIndex:
                 raise
         return db
 
-    def _check_layout(self) -> None:
+    def _read_layout(self, expected: IndexLayout | None) -> IndexLayout:
+        """Return the layout of the index, which must be the expected one, if there is one."""
         with _typed("reading the index"):
             application = self._db.execute("PRAGMA application_id").fetchone()[0]
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -364,14 +374,17 @@ class DiskIndex:
                     f"the disk cannot be used: its index has format {version}, and this version of Raydix reads "
                     f"format {FORMAT}. `raydix disk clear` removes it"
                 )
-            found = self._db.execute("SELECT digest, page_size FROM layout").fetchall()
-        if found != [self._layout[:2]]:
+            found = [IndexLayout(*row) for row in self._db.execute("SELECT digest, page_size, description FROM layout")]
+        if len(found) != 1 or tuple(map(type, found[0])) != (str, int, str):
+            raise IndexDamaged(f"reading the index failed: it must have one layout, not {brief(found)}")
+        if expected is not None and found[0][:2] != expected[:2]:
             raise CacheUnavailable(
-                f"the disk cannot be used: its index is of the layout {brief(found)}, and the cache's is "
-                f"{brief(self._layout[:2])}. `raydix disk clear` removes it"
+                f"the disk cannot be used: its index is of another layout than the cache: "
+                f"{_difference(found[0], expected)}. `raydix disk clear` removes it"
             )
+        return found[0]
 
-    def _create(self, path: str, room: int) -> None:
+    def _create(self, path: str, layout: IndexLayout, room: int) -> None:
         """Make an index with room for its rows. It appears when it is whole."""
         self.discard(path)
         new = os.path.join(path, _NEW)
@@ -380,7 +393,7 @@ class DiskIndex:
                 os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
                 db = self._calls.connect(new)
                 try:
-                    self._fill(db, room)
+                    self._fill(db, layout, room)
                 finally:
                     db.close()
                 _sync(new)
@@ -390,9 +403,9 @@ class DiskIndex:
             self.discard(path)
             raise CacheUnavailable(f"the disk cannot be used: no room for the index of {byte_size(room)}") from error
 
-    def _fill(self, db: sqlite3.Connection, room: int) -> None:
+    def _fill(self, db: sqlite3.Connection, layout: IndexLayout, room: int) -> None:
         """Make the tables of a new database, and pages that are free."""
-        db.execute(f"PRAGMA page_size={_page_bytes(self._layout.page_size)}")
+        db.execute(f"PRAGMA page_size={_page_bytes(layout.page_size)}")
         db.execute("PRAGMA journal_mode=OFF").fetchall()
         db.execute("PRAGMA synchronous=OFF")
         db.execute(f"PRAGMA application_id={_APPLICATION}")
@@ -404,8 +417,28 @@ class DiskIndex:
         db.execute("DROP TABLE filler")
         for statement in _SCHEMA.split(";")[:-1]:
             db.execute(statement)
-        db.execute("INSERT INTO layout VALUES (?, ?, ?)", self._layout)
+        db.execute("INSERT INTO layout VALUES (?, ?, ?)", layout)
         db.execute("COMMIT")
+
+
+def _difference(found: IndexLayout, expected: IndexLayout) -> str:
+    """Return the parts of two layouts that differ, in words."""
+    parts, ours = ({"page_size": layout.page_size} | _parts_of(layout) for layout in (found, expected))
+    missing = object()
+    named = [
+        f"{name} is {brief(parts.get(name))}, not {brief(ours.get(name))}"
+        for name in dict.fromkeys((*parts, *ours))
+        if parts.get(name, missing) != ours.get(name, missing)
+    ]
+    return ", ".join(named) or f"its digest is {brief(found.digest)}, not {brief(expected.digest)}"
+
+
+def _parts_of(layout: IndexLayout) -> dict[str, Any]:
+    try:
+        parts = json.loads(layout.description)
+    except ValueError:
+        return {}
+    return parts if isinstance(parts, dict) else {}
 
 
 def _exists(path: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -23,11 +24,21 @@ from raydix.cache_core.tiers.record_keeper import Numbers
 logger = logging.getLogger(__name__)
 
 
+def index_room(layout: RecordLayout) -> int:
+    """Return the bytes to reserve for the index of records.
+
+    Args:
+        layout: the numbers and sizes of the records.
+    """
+    numbers = [number - 1 for number, num_bytes in layout.shapes if num_bytes and number > 1]
+    return index_bytes(layout.num_slots // layout.page_size, layout.page_size, sum(numbers[1:]))
+
+
 class DiskStore:
     """The records of a disk tier, and its index.
 
-    Opening it waits for the lock and reserves the disk, so a thread does it. The index belongs to that thread. Records
-    may be read and written by any thread.
+    Opening it waits for the lock and reserves the disk, so a thread does it, but for a cache's first start. One thread
+    at a time may use the index. Records may be read and written by any thread.
 
     Args:
         path: a folder, absolute.
@@ -68,8 +79,7 @@ class DiskStore:
             for kind, (number, num_bytes) in zip(KINDS, layout.shapes, strict=True)
             if num_bytes and number > 1
         }
-        numbers = [number for number, _ in sizes.values()]
-        room = index_bytes(layout.num_slots // layout.page_size, layout.page_size, sum(numbers[1:]))
+        room = index_room(layout)
         self.was_damaged = False
         self._damaged: deque[tuple[Kind, int]] = deque()
         with ExitStack() as opened:
@@ -92,11 +102,13 @@ class DiskStore:
                 DiskIndex.discard(self.folder.path)
                 self.index = DiskIndex(self.folder.path, index_layout, room=room, calls=calls)
             self._opened = opened.pop_all()
+        # A store that is dropped gives the folder back, too.
+        weakref.finalize(self, self._opened.close).atexit = False
         self._digests = {kind: np.zeros((number + 1, DIGEST_BYTES), np.uint8) for kind, (number, _) in sizes.items()}
         self._sums = {kind: np.zeros((number + 1, SUM_BYTES), np.uint8) for kind, (number, _) in sizes.items()}
 
     def close(self) -> None:
-        """Close the files, and give the folder back. No thread may be reading or writing."""
+        """Close the files, and give the folder back. No thread may be reading or writing. It may be repeated."""
         try:
             self.index.close()
         finally:

@@ -101,6 +101,7 @@ class DiskTier:
         models_of: returns the models that compute the KV of a namespace now: the fingerprints of the base and of the
             adapter, and the label of the weights; None: none are bound.
         on_change: called on the loop when loads or writes have ended.
+        opened: of the disk, as `open_disk` returned it; None: `start` opens it.
         calls: of the operating system.
         clock: seconds.
 
@@ -124,6 +125,7 @@ class DiskTier:
         on_change: Callable[[], object],
         calls: FileCalls | None = None,
         clock: Callable[[], float] = monotonic,
+        opened: DiskStore | FolderInUse | None = None,
     ) -> None:
         assert config.disk is not None, "the configuration has no disk tier"
         self.config = config.disk
@@ -134,10 +136,15 @@ class DiskTier:
         self._sources = sources
         self._models_of = models_of
         self._on_change = on_change
-        self._calls = calls
+        self._calls = self._first_calls = calls
         self._clock = clock
         self._page = cache.page_size
         self._state = READY if self.is_instant else "opening"
+        self._first_store: DiskStore | None = None
+        if isinstance(opened, FolderInUse):
+            self._state = _in_use(opened)
+        else:
+            self._first_store = opened
         self._layout = layout_below(config, TierSizes(cache.num_slots, *_sizes_of(cache)))
         self._index_layout = index_layout(config)
         strides = {kind: stride_of(num_bytes) for kind, num_bytes in _record_bytes(self._layout).items()}
@@ -271,8 +278,9 @@ class DiskTier:
         try:
             found = await self._open_store()
             while isinstance(found, FolderInUse):
-                self._state = "locked by another process" if found.pid is None else f"locked by pid {found.pid}"
-                logger.warning("the cache serves without its disk: %s; it goes on trying", found)
+                if self._state != (state := _in_use(found)):
+                    self._state = state
+                    logger.warning("the cache serves without its disk: %s; it goes on trying", found)
                 await asyncio.sleep(PREDECESSOR_S)
                 found = await self._open_store()
             if isinstance(found, Exception):
@@ -295,12 +303,12 @@ class DiskTier:
         logger.warning("the cache serves without its disk: %s", error)
 
     async def _open_store(self) -> DiskStore | Exception:
-        """Open the files in a thread. Return the error if that fails."""
-        self._state = "opening"
+        """Open the files in a thread, unless they are open. Return the error if that fails."""
         pool, loop = self._sources[0].pool(), asyncio.get_running_loop()
         assert pool is not None, "a pool with tensors has them from the start"
         opened: asyncio.Future[DiskStore | Exception] = loop.create_future()
-        open_store = partial(
+        first = self._take_first()
+        open_new = partial(
             DiskStore,
             self.config.path,
             self._name,
@@ -310,6 +318,10 @@ class DiskTier:
             is_given_up=lambda: self._is_closed,
             calls=self._calls,
         )
+
+        def open_store() -> DiskStore:
+            return open_new() if first is None else first
+
         options = {"write_mib_s": self.config.write_mib_s, "buffer_bytes": self._buffer_bytes, "clock": self._clock}
         self._writer = writer = DiskWriter(open_store, partial(_settle, opened), pool, **options)  # type: ignore[arg-type]
         found = await opened
@@ -317,6 +329,14 @@ class DiskTier:
             writer.close()
             self._writer = None
         return found
+
+    def _take_first(self) -> DiskStore | None:
+        """Return the store that was open from the start; None from the second call on."""
+        store, self._first_store = self._first_store, None
+        if store is not None and (self._is_closed or self._calls is not self._first_calls):
+            store.close()
+            return None
+        return store
 
     async def _read(self) -> None:
         """Note which records have rows, then let all others be used."""
@@ -701,6 +721,7 @@ class DiskTier:
             task.cancel()
         if self._timer is not None:
             self._timer.cancel()
+        self._take_first()
         has_ended = self.loads.close(timeout_s)
         self.readers.close(timeout_s if has_ended else 0.0)
         if self._writer is not None:
@@ -775,6 +796,7 @@ def index_layout(config: CacheConfig) -> IndexLayout:
         "kind": config.kind,
         "sliding_window_size": config.sliding_window_size,
         "bigram": config.bigram,
+        "record_bytes": _record_bytes(layout_below(config, TierSizes(config.page_size, config.page_size, 1))),
         "codec": "raw",
         "planes": [],
     }
@@ -817,6 +839,11 @@ def _make_keepers(cache: KVCache) -> Mapping[Kind, RecordKeeper]:
     if cache.pools.states is not None:
         keepers["state"] = RecordKeeper.of_states(cache.pools.states)
     return keepers
+
+
+def _in_use(error: FolderInUse) -> str:
+    """Return the state of a tier of which another process has the folder."""
+    return "locked by another process" if error.pid is None else f"locked by pid {error.pid}"
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

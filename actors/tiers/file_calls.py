@@ -57,8 +57,8 @@ class FileCalls:
         return facts.f_bavail * facts.f_frsize
 
     def connect(self, path: str) -> sqlite3.Connection:
-        """Open a database; transactions are begun by hand. The connection belongs to the thread that opens it."""
-        return sqlite3.connect(path, timeout=0, isolation_level=None)
+        """Open a database; transactions are begun by hand. One thread at a time may use the connection."""
+        return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
 
 
 @cache

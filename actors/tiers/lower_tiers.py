@@ -118,7 +118,7 @@ class LowerTiers:
         Returns:
             Two lengths; the first is 0 without a host tier, the second without a disk.
         """
-        longest = prefix_len if self.host is None else max(prefix_len, self.host.longest_prefix(key))
+        longest = prefix_len if self.host is None else max(prefix_len, self.host.moves.lower.longest_prefix(key))
         in_memory = 0 if self.host is None else longest
         return in_memory, 0 if self.disk is None else max(longest, self.disk.tier.longest_prefix(key))
 

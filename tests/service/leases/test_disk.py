@@ -258,24 +258,6 @@ async def test_a_request_goes_on_without_a_disk_that_does_not_answer(
             go_on()
 
 
-async def test_a_cache_whose_disk_cannot_be_opened_serves(tmp_path: Path) -> None:
-    cache = LocalPrefixCache(disk_config(tmp_path / "nothing"))
-    async with cache:
-        await compute(cache, PROMPT)
-        assert await found(cache, PROMPT) == ALL
-        async with asyncio.timeout(60):
-            while not tier_of(cache).state.startswith("failed"):  # noqa: ASYNC110 -- a thread opens it
-                await asyncio.sleep(0.002)
-
-
-def test_a_size_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
-    pool = PoolConfig(num_slots=64, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu")
-    small = CacheConfig(page_size=PAGE, pool=pool, disk=DiskConfig(path=str(tmp_path), size=100))
-
-    with pytest.raises(CacheUnavailable, match=r"disk\.size must have room for a record of each kind"):
-        LocalPrefixCache(small)
-
-
 # ---------------------------------------------------------------- answers and statistics
 
 

@@ -117,7 +117,7 @@ class FaultyFileCalls(FileCalls):
                 calls.meet(sql.split()[0])
                 return super().executemany(sql, parameters)
 
-        return sqlite3.connect(path, timeout=0, isolation_level=None, factory=FaultyConnection)
+        return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=FaultyConnection)
 
 
 def _fail(name: str, code: int) -> None:

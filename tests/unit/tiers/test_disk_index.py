@@ -493,9 +493,16 @@ def test_links_are_refused(tmp_path: Path, name: str) -> None:
 
 def test_an_index_of_another_layout_or_version_is_refused(opened: Callable[..., DiskIndex], tmp_path: Path) -> None:
     opened().close()
-    for layout in (LAYOUT._replace(digest="d2"), LAYOUT._replace(page_size=16)):
-        with pytest.raises(CacheUnavailable, match=r"is of the layout \[\('d1', 4\)\], .*`raydix disk clear`"):
+    others = {
+        "its digest is 'd1', not 'd2'": LAYOUT._replace(digest="d2"),
+        "page_size is 4, not 16": LAYOUT._replace(page_size=16),
+        "dtype is 'uint8', not 'int8'": LAYOUT._replace(digest="d2", description='{"dtype": "int8"}'),
+    }
+    for difference, layout in others.items():
+        with pytest.raises(CacheUnavailable, match=f"another layout than the cache: {difference}. `raydix disk clear`"):
             DiskIndex(str(tmp_path), layout)
+    assert opened(layout=None).layout == LAYOUT
+    opened().close()
 
     database = sqlite3.connect(tmp_path / INDEX)
     database.execute("PRAGMA user_version=2")
