@@ -136,10 +136,12 @@ class DiskIndex:
         path: of the folder.
         layout: of the records; None: the index must be there, and may be of any layout.
         room: bytes that a new index reserves, as of `index_bytes`.
+        last_space: number of the last space of the index before; a new index goes on from there.
         calls: of the operating system.
 
     Attributes:
         layout: of the records.
+        last_space: the highest number of a space so far.
         num_bad_rows: rows that were read and are no rows of this format, so far.
 
     Raises:
@@ -148,18 +150,27 @@ class DiskIndex:
         DiskError: it could not be read or written.
     """
 
-    def __init__(self, path: str, layout: IndexLayout | None, *, room: int = 0, calls: FileCalls | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        layout: IndexLayout | None,
+        *,
+        room: int = 0,
+        last_space: int = 0,
+        calls: FileCalls | None = None,
+    ) -> None:
         self._calls = calls or FileCalls()
         self.num_bad_rows = 0
         self._past_orphans = 0  # spaces up to here have no orphans
         if not _exists(path):
             if layout is None:
                 raise CacheUnavailable(f"{path} has no index of a disk tier")
-            self._create(path, layout, room)
+            self._create(path, layout, room, last_space)
         self._db = self._connect(os.path.join(path, INDEX))
         try:
             self.layout = self._read_layout(layout)
             self._live = {space.number for space in self.spaces()}
+            self.last_space = max(self._live, default=last_space)
         except BaseException:
             self._db.close()
             raise
@@ -202,6 +213,7 @@ class DiskIndex:
             ).lastrowid
         assert number is not None
         self._live.add(number)
+        self.last_space = number
         return Space(number, namespace, base, adapter, label, arity, created)
 
     def delete_spaces(self, numbers: Iterable[int]) -> None:
@@ -323,9 +335,8 @@ class DiskIndex:
     def num_records(self, space: int) -> dict[Kind, int]:
         """Return the number of a space's records of each kind that it has. O(rows)."""
         with _typed("reading the index"):
-            found = self._db.execute(
-                "SELECT kind, count(*) FROM rows WHERE space = ? GROUP BY kind", (space,)
-            ).fetchall()
+            sql = "SELECT kind, count(*) FROM rows WHERE space = ? GROUP BY kind"
+            found = self._db.execute(sql, (space,)).fetchall()
         return {KINDS[kind]: number for kind, number in found if kind in range(len(KINDS))}
 
     # ---------------------------------------------------------------- the database
@@ -384,7 +395,7 @@ class DiskIndex:
             )
         return found[0]
 
-    def _create(self, path: str, layout: IndexLayout, room: int) -> None:
+    def _create(self, path: str, layout: IndexLayout, room: int, last_space: int) -> None:
         """Make an index with room for its rows. It appears when it is whole."""
         self.discard(path)
         new = os.path.join(path, _NEW)
@@ -393,7 +404,7 @@ class DiskIndex:
                 os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
                 db = self._calls.connect(new)
                 try:
-                    self._fill(db, layout, room)
+                    self._fill(db, layout, room, last_space)
                 finally:
                     db.close()
                 _sync(new)
@@ -403,7 +414,7 @@ class DiskIndex:
             self.discard(path)
             raise CacheUnavailable(f"the disk cannot be used: no room for the index of {byte_size(room)}") from error
 
-    def _fill(self, db: sqlite3.Connection, layout: IndexLayout, room: int) -> None:
+    def _fill(self, db: sqlite3.Connection, layout: IndexLayout, room: int, last_space: int) -> None:
         """Make the tables of a new database, and pages that are free."""
         db.execute(f"PRAGMA page_size={_page_bytes(layout.page_size)}")
         db.execute("PRAGMA journal_mode=OFF").fetchall()
@@ -418,6 +429,8 @@ class DiskIndex:
         for statement in _SCHEMA.split(";")[:-1]:
             db.execute(statement)
         db.execute("INSERT INTO layout VALUES (?, ?, ?)", layout)
+        if last_space:
+            db.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('spaces', ?)", (last_space,))
         db.execute("COMMIT")
 
 

@@ -6,11 +6,11 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import numpy as np
 
-from raydix.actors.tiers.disk_errors import IndexDamaged, RecordDamaged
+from raydix.actors.tiers.disk_errors import DiskError, IndexDamaged, RecordDamaged
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S, RECORDS, DiskFolder
 from raydix.actors.tiers.disk_index import DiskIndex, IndexLayout, index_bytes, log_bytes
 from raydix.actors.tiers.file_calls import FileCalls
@@ -80,6 +80,7 @@ class DiskStore:
             if num_bytes and number > 1
         }
         room = index_room(layout)
+        self._index_layout, self._room, self._calls = index_layout, room, calls
         self.was_damaged = False
         self._damaged: deque[tuple[Kind, int]] = deque()
         with ExitStack() as opened:
@@ -98,14 +99,27 @@ class DiskStore:
                 self.index = DiskIndex(self.folder.path, index_layout, room=room, calls=calls)
             except IndexDamaged as error:
                 logger.warning("the index of %s is damaged, so its records are lost: %s", self.folder.path, error)
-                self.was_damaged = True
-                DiskIndex.discard(self.folder.path)
-                self.index = DiskIndex(self.folder.path, index_layout, room=room, calls=calls)
+                self._renew_index(last_space=0)
             self._opened = opened.pop_all()
         # A store that is dropped gives the folder back, too.
         weakref.finalize(self, self._opened.close).atexit = False
         self._digests = {kind: np.zeros((number + 1, DIGEST_BYTES), np.uint8) for kind, (number, _) in sizes.items()}
         self._sums = {kind: np.zeros((number + 1, SUM_BYTES), np.uint8) for kind, (number, _) in sizes.items()}
+
+    def renew_index(self) -> None:
+        """Throw a damaged index away, and make a new one, in the thread of the index: the store is empty then.
+
+        Numbers of spaces are not used again. If it fails, it may be repeated.
+        """
+        with suppress(DiskError):
+            self.index.close()
+        self._renew_index(self.index.last_space)
+
+    def _renew_index(self, last_space: int) -> None:
+        self.was_damaged = True
+        path = self.folder.path
+        DiskIndex.discard(path)
+        self.index = DiskIndex(path, self._index_layout, room=self._room, last_space=last_space, calls=self._calls)
 
     def close(self) -> None:
         """Close the files, and give the folder back. No thread may be reading or writing. It may be repeated."""

@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 
 from raydix.actors.tiers.copier import Copied
-from raydix.actors.tiers.disk_errors import DiskError, FolderInUse
+from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S
 from raydix.actors.tiers.disk_index import ROW_BYTES, IndexLayout, index_bytes
 from raydix.actors.tiers.disk_readers import DiskReaders
@@ -340,6 +340,21 @@ class DiskTier:
 
     async def _read(self) -> None:
         """Note which records have rows, then let all others be used."""
+        try:
+            await self._read_records()
+        except IndexDamaged as error:
+            await self._renew_index(error)
+        self.spaces.end_reading()
+        self._state = READY
+        self.spaces.deleted(self._deleted)
+        self._deleted.clear()
+        self._settle_deletion()
+        self.bind()
+        self.wake()
+        self._on_change()
+
+    async def _read_records(self) -> None:
+        """Read the spaces, and the numbers of their records."""
         for found in await self._do(lambda store: store.index.spaces()):
             self.spaces.add(found.number, found.namespace, (found.base, found.adapter, found.label), found.arity)
         self._knows_spaces = True
@@ -351,20 +366,14 @@ class DiskTier:
             while place is not None:
                 kinds, records, place = await self._do(partial(_records, number=number, place=place))
                 await self._delete_refused(self.spaces.read(number, kinds, records))
-        self.spaces.end_reading()
-        self._state = READY
-        self.spaces.deleted(self._deleted)
-        self._deleted.clear()
-        self._settle_deletion()
-        self.bind()
-        self.wake()
-        self._on_change()
 
     async def _delete_refused(self, refused: list[tuple[Kind, int]]) -> None:
         """Delete rows that name no record of this disk, such as one beyond its end."""
         try:
             if refused:
                 await self._do(partial(_commit, removed=refused))
+        except IndexDamaged:
+            raise
         except DiskError as error:  # the next start meets them again
             logger.warning("%d useless rows of the disk's index could not be deleted: %s", len(refused), error)
 
@@ -379,8 +388,45 @@ class DiskTier:
         self._writer.submit(task, partial(_settle, done))
         result, error = await done
         if error is not None:
+            self._note_error(error)
             raise error
         return result
+
+    # ---------------------------------------------------------------- a damaged index
+
+    def _note_error(self, error: DiskError | None) -> None:
+        """Replace the index if an error of the disk's work says that it is damaged."""
+        if isinstance(error, IndexDamaged) and self._state == READY and not self._is_closed:
+            self._state = "reading"
+            self._run(self._serve_without_pages(error))
+
+    async def _serve_without_pages(self, error: IndexDamaged) -> None:
+        """Lose all pages of the disk, as its index is damaged, and begin with a new one."""
+        self.tier.cache.retire(lambda namespace: True)
+        await self._renew_index(error)
+        self._state = READY
+        self._settle_deletion()
+        self.bind()
+        self.wake()
+        self._on_change()
+
+    async def _renew_index(self, error: IndexDamaged) -> None:
+        """Make a new index. Try again if that fails: no retirement can be confirmed before."""
+        logger.warning("the index of the disk is damaged, so its records are lost: %s", error)
+        while True:
+            try:
+                await self._do(DiskStore.renew_index)
+                break
+            except DiskError as failure:
+                if self._state != (state := f"failed: {failure}"):
+                    self._state = state
+                    logger.warning("the cache serves without its disk: %s; it goes on trying", failure)
+                await asyncio.sleep(_RETRY_S)
+        self._state = "reading"
+        self.spaces.lose_all()
+        self._knows_spaces = True
+        for numbers in (self._to_delete, self._deleted, self._retired_before):
+            numbers.clear()
 
     # ---------------------------------------------------------------- models
 
@@ -521,6 +567,7 @@ class DiskTier:
     def _after_write(self) -> None:
         if self.writes.counts.num_failed > self._num_failed:
             self._num_failed = self.writes.counts.num_failed
+            self._note_error(self.writes.last_failure)
             self._paused_until = self._clock() + _RETRY_S
         self._last_day.add(self.writes.counts.num_bytes - self._noted_bytes)
         self._noted_bytes = self.writes.counts.num_bytes
@@ -577,6 +624,7 @@ class DiskTier:
             self._on_change()
             return
         self.keepers[kind].rows_not_deleted(numbers)
+        self._note_error(done.error)
         if not self._is_closed and self._loop is not None:
             logger.warning("rows of the disk's index could not be deleted: %s", done.error)
             self._loop.call_later(_RETRY_S, self.wake)
@@ -657,11 +705,12 @@ class DiskTier:
     def _end_deletion(self, numbers: list[int], done: Done) -> None:
         self._is_deleting = False
         if done.error is not None:
+            self._note_error(done.error)
             if not self._is_closed and self._loop is not None:
                 logger.warning("a retirement is not on the disk yet, and is tried again: %s", done.error)
                 self._loop.call_later(_RETRY_S, self._delete, ())
             return
-        self._to_delete = self._to_delete[len(numbers) :]
+        self._to_delete = [number for number in self._to_delete if number not in numbers]
         if self._state == "reading":
             self._deleted += numbers
         else:
@@ -688,6 +737,7 @@ class DiskTier:
 
     def _end_cleaning(self, done: Done) -> None:
         """Delete more rows of deleted spaces, if there are any."""
+        self._note_error(done.error)
         if done.error is None and done.result and self._writer is not None and not self._is_closed:
             self._writer.submit(lambda store: store.index.clean(), self._end_cleaning)
 

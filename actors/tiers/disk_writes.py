@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write, Written
 from raydix.actors.tiers.record_file import stride_of
 from raydix.cache_core import KVPool, RadixKey, RecordPool
@@ -115,6 +116,7 @@ class DiskWrites:
         self._records: dict[Tier, PageRecords] = {}
         self._strides: dict[Kind, int] = {}
         self.on_end: Callable[[], object] = lambda: None
+        self.last_failure: DiskError | None = None  # of a write
 
     # ---------------------------------------------------------------- prefixes that are due
 
@@ -364,6 +366,7 @@ class DiskWrites:
         self.counts.num_bytes += batch.num_bytes * is_there
         if written.error is not None:
             self.counts.num_failed += 1
+            self.last_failure = written.error
             self.counts.last_error = str(written.error)
             logger.warning("KV could not be written to the disk: %s", written.error)
         elif is_there:

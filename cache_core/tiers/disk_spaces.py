@@ -214,8 +214,16 @@ class DiskSpaces:
         return [space.number for space in spaces]
 
     def deleted(self, numbers: Iterable[int]) -> None:
-        """Free the dormant records of retired spaces, when their deletion is committed."""
-        for number in numbers:
-            for kind, records in self._ended.pop(number).pop_all().items():
+        """Free the dormant records of retired spaces, when their deletion is committed; of others, do nothing."""
+        for space in [self._ended.pop(number) for number in numbers if number in self._ended]:
+            for kind, records in space.pop_all().items():
                 if kind in self._keepers:
                     self._keepers[kind].free_dormant(records)
+
+    def lose_all(self) -> None:
+        """Retire all spaces, and free their dormant records: a new index has none of them.
+
+        The cache must have retired all namespaces that it has.
+        """
+        self._end(list(self._spaces.values()))
+        self.deleted(list(self._ended))

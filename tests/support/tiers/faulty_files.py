@@ -15,7 +15,11 @@ from raydix.actors.tiers.file_calls import FileCalls
 
 Fault = Callable[[], None]
 
-_SQLITE_CODES = {errno.EIO: sqlite3.SQLITE_IOERR, errno.ENOSPC: sqlite3.SQLITE_FULL}
+_SQLITE_CODES = {
+    errno.EIO: sqlite3.SQLITE_IOERR,
+    errno.ENOSPC: sqlite3.SQLITE_FULL,
+    errno.EUCLEAN: sqlite3.SQLITE_CORRUPT,
+}
 
 
 class FaultyFileCalls(FileCalls):
