@@ -97,7 +97,7 @@ def _text(rows: list[dict[str, Any]]) -> str:
 def _caches(namespace: str, node: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each cache. It lacks the findings that the row of this node has."""
     from raydix.actors.cluster.deploy import find_caches
-    from raydix.actors.service.findings import disk_finding, tier_finding, version_finding
+    from raydix.actors.service.findings import tier_finding, version_finding
     from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group
     from raydix.schemas.protocol import PROTOCOL, handshake, read_handshake
 
@@ -126,8 +126,7 @@ def _caches(namespace: str, node: dict[str, Any]) -> list[dict[str, Any]]:
             found[name] = _row("cache", name, _silent(same[name]))
         else:
             stats, handle = answer
-            tiers = [tier_finding(stats.host), disk_finding(stats.disk)]
-            more = [*tiers, version_finding(rows[name]), _sight(handle, node["node_id"])]
+            more = [tier_finding(stats.host), version_finding(rows[name]), _sight(handle, node["node_id"])]
             others = [finding for finding in (*stats.findings, *more) if finding and finding not in node["findings"]]
             found[name] = _row("cache", name, others, handle.node_id)
     return [found[name] for name in caches]

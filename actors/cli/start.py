@@ -97,6 +97,15 @@ def start(
             "rounded down to whole pages.",
         ),
     ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH:SIZE",
+            help="A tier on a local disk below each pool in host memory, or below its host tier: a folder of the "
+            "cache's node, and the size of the tier there, such as /nvme/raydix:1TiB, 10M or 4x. "
+            "With --for, bytes are divided over the ranks.",
+        ),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -129,8 +138,8 @@ def start(
     `raydix start --for vllm MODEL --capacity 8GiB` reads vLLM's configuration of the model, so it runs in the engine's
     environment. It starts a cache that fits, one for each rank, and prints the command line of the engine. The pool is
     host memory of this node, which all engines of the node share; `--set pool.device=cuda` takes a GPU of its own, and
-    only then `--host-capacity` has a use. The other sources of settings can add to it; settings that do not fit the
-    engine are refused.
+    only then `--host-capacity` has a use. `--disk` lies directly below the pool in host memory. The other sources of
+    settings can add to it; settings that do not fit the engine are refused.
     """
     wishes = EngineWishes(
         engine,
@@ -149,12 +158,12 @@ def start(
         if count is not None:
             raise CommandError("--count does not go with --for: each rank has one cache", "--tensor-parallel N", USAGE)
         start_for_engine(
-            wishes, file, options or (), name, host_capacity, worker_cpus, timeout_s, address, namespace, as_json
+            wishes, file, options or (), name, host_capacity, disk, worker_cpus, timeout_s, address, namespace, as_json
         )
         return
     from raydix.actors.cluster.settings import load_settings
 
-    settings = load_settings(file, options=options or (), name=name, host_capacity=host_capacity)
+    settings = load_settings(file, options=options or (), name=name, host_capacity=host_capacity, disk=disk)
     join(address, namespace)
     from raydix.actors.cluster.placement import num_gpus
 

@@ -19,7 +19,7 @@ from raydix.actors.cli.engine_nodes import SHORT_ID, check_memory, check_no_node
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import show
 from raydix.actors.cli.start_one import start_one, table_of_started
-from raydix.actors.cluster.capacity import HOST_OPTION, Capacity, read_capacity, read_tier_capacity
+from raydix.actors.cluster.capacity import DISK_OPTION, HOST_OPTION, Capacity, read_capacity, read_tier_capacity
 from raydix.actors.cluster.rank_names import rank_name
 from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.shown import brief, byte_size, counted
@@ -84,6 +84,7 @@ def start_for_engine(
     given: Iterable[str],
     name: str | None,
     host_capacity: str | None,
+    disk: str | None,
     worker_cpus: int,
     timeout_s: float | None,
     address: str | None,
@@ -97,7 +98,7 @@ def start_for_engine(
     assert wishes.capacity is not None, "checked before"
     capacity = read_capacity(wishes.capacity, "--capacity")
     given = tuple(given)
-    check_host_tier(file, given, host_capacity)
+    check_tiers(file, given, host_capacity, disk)
     model, *more = wishes.model
     try:
         options = EngineOptions(
@@ -116,7 +117,7 @@ def start_for_engine(
         kvs = read_in_own_process(options)
     except ReadFailed as error:
         raise CommandError(str(error), "vllm serve with the same model and options shows more") from error
-    settings = _settings_for(kvs[0], capacity, wishes, file, given, name, host_capacity)
+    settings = _settings_for(kvs[0], len(kvs), capacity, wishes, file, given, name, host_capacity, disk)
     in_memory = not settings.config.pool.may_lie_on_gpu
     if not in_memory:
         check_no_node_is_named(wishes.node, wishes.every_gpu_node)
@@ -161,24 +162,34 @@ def start_for_engine(
     show(result, as_json, lambda: _report(result, options))
 
 
-def check_host_tier(file: Path | None, given: Iterable[str], host_capacity: str | None) -> None:
-    """Check that an engine's cache has a host tier only below a pool on a GPU.
+def check_tiers(file: Path | None, given: Iterable[str], host_capacity: str | None, disk: str | None) -> None:
+    """Check that an engine's cache has a host tier only below a pool on a GPU, and a disk tier below host memory.
 
     Args:
-        file, given, host_capacity: sources of the settings, as of `load_settings`.
+        file, given, host_capacity, disk: sources of the settings, as of `load_settings`.
 
     Raises:
-        CommandError: the pool is host memory itself, as by default, or may be.
-        SettingsError: a source cannot be read, or `--host-capacity` has another form.
+        CommandError: the pool is host memory itself, as by default, or may be, and has a host tier; or it lies on a
+            GPU, and has a disk tier alone.
+        SettingsError: a source cannot be read, or `--host-capacity` or `--disk` has another form.
     """
     from raydix.actors.cluster.settings import given_settings
 
     if host_capacity is not None:
         read_tier_capacity(host_capacity, HOST_OPTION, pool_slots=1)
-    settings, places = given_settings(file, options=given, host_capacity=host_capacity)
+    settings, places = given_settings(file, options=given, host_capacity=host_capacity, disk=disk)
     pool = settings.get("pool")
     device = pool.get("device") if isinstance(pool, dict) else None
-    if settings.get("host") is not None and not str(device).startswith("cuda"):
+    on_gpu = str(device).startswith("cuda")
+    if settings.get("disk") is not None and on_gpu and settings.get("host") is None:
+        place = places.get(("disk", "path"), places.get(("disk",), "the settings"))
+        raise CommandError(
+            f"{place if place == DISK_OPTION else f'{place}: disk'} with a pool on a GPU must come with "
+            f"{HOST_OPTION}: a disk lies below host memory",
+            f"{HOST_OPTION} 4x, or leave out pool.device",
+            USAGE,
+        )
+    if settings.get("host") is not None and not on_gpu:
         place = places.get(("host", "num_slots"), places.get(("host",), "the settings"))
         raise CommandError(
             f"{place if place == HOST_OPTION else f'{place}: host'} with --for vllm must come with pool.device=cuda: "
@@ -190,12 +201,14 @@ def check_host_tier(file: Path | None, given: Iterable[str], host_capacity: str 
 
 def _settings_for(
     kv: EngineKV,
+    num_ranks: int,
     capacity: Capacity,
     wishes: EngineWishes,
     file: Path | None,
     given: Iterable[str],
     name: str | None,
     host_capacity: str | None,
+    disk: str | None,
 ) -> Settings:
     """Return the settings of a rank's cache: the engine's, to which the user's are added.
 
@@ -213,7 +226,15 @@ def _settings_for(
         ("page_size",): kv.block_size,
     }
     defaults |= {("pool", key): value for key, value in pool.items()}
-    settings = load_settings(file, options=given, name=name, host_capacity=host_capacity, defaults=defaults)
+    settings = load_settings(
+        file,
+        options=given,
+        name=name,
+        host_capacity=host_capacity,
+        disk=disk,
+        num_ranks=num_ranks,
+        defaults=defaults,
+    )
     kv.check_config(settings.config, check=check)
     if settings.config.pool.num_slots != num_tokens:
         raise CommandError(

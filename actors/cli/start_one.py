@@ -66,6 +66,7 @@ def start_one(
         "num_slots": config.pool.num_slots,
         "num_bytes": handle.num_bytes,
         "host": host_facts(config),
+        "disk": disk_facts(config, name),
         "findings": list(stats.findings),
     }
 
@@ -80,14 +81,29 @@ def host_facts(config: CacheConfig) -> dict[str, Any] | None:
     return sizes._asdict() | {"num_bytes": layout_below(config, sizes).num_bytes, "policy": config.host.policy}
 
 
+def disk_facts(config: CacheConfig, name: str) -> dict[str, Any] | None:
+    """Return the sizes of a cache's disk tier, its bytes, its folder and what is written; None: it has no such tier."""
+    if config.disk is None:
+        return None
+    if not config.pool.has_tensors:
+        return config.disk_sizes()._asdict() | {"num_bytes": 0, "path": None, "admit": config.disk.admit}
+    from raydix.actors.tiers.disk_folder import folder_of
+    from raydix.actors.tiers.disk_tier import disk_bytes, disk_sizes, index_layout
+
+    sizes = disk_sizes(config)
+    path = folder_of(config.disk.path, name, index_layout(config).digest)
+    return sizes._asdict() | {"num_bytes": disk_bytes(config, sizes), "path": path, "admit": config.disk.admit}
+
+
 def table_of_started(started: list[dict[str, Any]]) -> Group:
     """Return a table of the facts of caches; `reused` says whether each ran already. Warnings follow."""
-    has_hosts = any(facts["host"] for facts in started)
-    table = table_of("cache", "device", "node", ">slots", ">pool", *((">host slots", ">host") * has_hosts), "")
+    tiers = [tier for tier in ("host", "disk") if any(facts[tier] for facts in started)]
+    columns = [column for tier in tiers for column in (f">{tier} slots", f">{tier}")]
+    table = table_of("cache", "device", "node", ">slots", ">pool", *columns, "")
     for facts in started:
-        host = _cells(facts["host"]) if has_hosts else ()
+        below = [cell for tier in tiers for cell in _cells(facts[tier])]
         end = "ran already" if facts["reused"] else "started"
-        table.add_row(facts["name"], facts["device"], facts["node_id"][:8], *_cells(facts), *host, end)
+        table.add_row(facts["name"], facts["device"], facts["node_id"][:8], *_cells(facts), *below, end)
     found = {facts["name"]: first_finding(facts["findings"]) for facts in started}
     return Group(table, *(f"warning: {name}: {finding}" for name, finding in found.items() if finding))
 

@@ -16,6 +16,7 @@ from raydix.schemas.shown import brief, byte_size, counted
 
 FORMS = "tokens, such as 200_000, 1M or 1e6, or bytes, such as 8GiB"
 HOST_OPTION = "--host-capacity"
+DISK_OPTION = "--disk"
 TIER_FORMS = "tokens, such as 200_000 or 1M, bytes, such as 64GiB, or a multiple of the pool, such as 4x"
 
 _UNITS = {
@@ -94,6 +95,42 @@ def read_tier_capacity(text: str, place: str, pool_slots: int) -> Capacity:
     if found is None:
         return read_capacity(text, place, TIER_FORMS)
     return Capacity(text.strip(), place, int(_decimal(found) * pool_slots), is_bytes=False)
+
+
+def read_disk(text: str) -> tuple[str, Capacity]:
+    """Return the folder and the size of a disk tier that `--disk PATH:SIZE` names. The path may have colons.
+
+    The size is as of `read_tier_capacity`, for a pool of one slot: a multiple of the pool is known by its text alone.
+
+    Raises:
+        SettingsError: it has another form.
+    """
+    path, _, size = text.rpartition(":")
+    try:
+        if not path:
+            raise SettingsError("no path")
+        return path, read_tier_capacity(size, DISK_OPTION, pool_slots=1)
+    except SettingsError:
+        raise SettingsError(
+            f"{DISK_OPTION} must be PATH:SIZE, not {brief(text)}; SIZE is {TIER_FORMS}",
+            f"{DISK_OPTION} /nvme/raydix:1TiB",
+        ) from None
+
+
+def read_bytes(text: str, place: str) -> int:
+    """Return the number of bytes that a text names, such as "1TiB" or "2e12".
+
+    Args:
+        place: begins an error, such as the file, line and key.
+
+    Raises:
+        SettingsError: it names none.
+    """
+    forms = "bytes, such as 1TiB or 2e12"
+    size = read_capacity(text, place, forms)
+    if not size.is_bytes and size.text[-1].isalpha():  # 1M would be tokens elsewhere
+        raise SettingsError(f"{place} must be {forms}, not {brief(text)}", f"{place.split()[-1]} {size.text}iB")
+    return size.number
 
 
 def read_capacity(text: str, place: str, forms: str = FORMS) -> Capacity:

@@ -84,12 +84,13 @@ def start_cache(
             with it; their old leases raise `StaleEpoch`. Use 0 for a detached cache in a placement group: Ray restarts
             such an actor forever after the group is removed.
         timeout_s: time limit, including the wait for another cache of that name to end. None: 60 s, and 4 s for each
-            GiB of the pool, which is reserved in full before the cache is ready.
+            GiB of the pool, which is reserved in full before the cache is ready. For a disk tier, also the time that
+            its folder may still be in use, and that its index takes.
 
     Raises:
         ConfigMismatch: a cache of that name runs with another configuration, or speaks another protocol.
-        CacheUnavailable: the cache could not be started, or was not ready in time; the message names the cause. An
-            actor that this call has started is ended.
+        CacheUnavailable: the cache could not be started, such as for a disk that cannot be used, or was not ready in
+            time; the message names the cause. An actor that this call has started is ended.
         InvalidRequest: `config` is not a CacheConfig, `timeout_s` is not a finite number of seconds, `name` is invalid,
             or Ray refuses another argument.
     """
@@ -142,7 +143,12 @@ def start_seconds(config: CacheConfig) -> float:
     """Return how long a cache may take to start: a busy machine reserves a GiB in some seconds."""
     from raydix.actors.transport.pool_shapes import layout_of  # imports torch, which other functions do without
 
-    return min(_START_S + _START_S_A_GIB * layout_of(config).num_bytes / 2**30, _MAX_START_S)
+    disk_s = 0.0
+    if config.disk is not None and config.pool.has_tensors:
+        from raydix.actors.tiers.open_disk import start_seconds
+
+        disk_s = start_seconds(config)
+    return min(_START_S + _START_S_A_GIB * layout_of(config).num_bytes / 2**30 + disk_s, _MAX_START_S)
 
 
 async def start_cache_async(config: CacheConfig, **options: Unpack[StartOptions]) -> ActorHandle[Any]:

@@ -5,7 +5,7 @@
       num_slots: 65536
 
 The keys are the fields of `CacheConfig`, and `name`. Sizes may also be written as 1M, 1e6 or 8GiB, and those of the
-host tier as 4x: see `raydix.actors.cluster.capacity`. Errors name the place of the wrong setting.
+tiers as 4x: see `raydix.actors.cluster.capacity`. Errors name the place of the wrong setting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from raydix.actors.cluster.capacity import HOST_OPTION, read_capacity, read_tier_capacity
+from raydix.actors.cluster.capacity import (
+    DISK_OPTION,
+    HOST_OPTION,
+    read_bytes,
+    read_capacity,
+    read_disk,
+    read_tier_capacity,
+)
 from raydix.actors.cluster.settings_file import Key, SettingsError, read_value, read_yaml
 from raydix.schemas import CacheConfig, PoolConfig
 from raydix.schemas.cache_name import check_cache_name
@@ -33,6 +40,11 @@ from raydix.schemas.shown import cut, fault_text
 
 DEFAULT_NAME = "kv"
 _HOST_SLOTS: Key = ("host", "num_slots")
+_LEAST: dict[Key, str] = {  # section that needs values -> example
+    ("pool",): "pool.num_slots: 65536",
+    ("host",): "host: {num_slots: 4x}",
+    ("disk",): "disk: {path: /nvme/raydix, size: 1TiB}",
+}
 _PREFIX = "RAYDIX_"
 _TYPO_SIMILARITY = 0.8  # an unknown variable as similar to a known one as this is an error
 
@@ -52,6 +64,8 @@ def load_settings(
     options: Iterable[str] = (),
     name: str | None = None,
     host_capacity: str | None = None,
+    disk: str | None = None,
+    num_ranks: int = 1,
     defaults: Mapping[Key, Any] | None = None,
 ) -> Settings:
     """Return the combined settings of a file, the environment and options.
@@ -62,13 +76,22 @@ def load_settings(
         options: "key=value", with dots in the key; the value is YAML.
         name: base name of the caches; it overrides the other sources. None takes theirs.
         host_capacity: `host.num_slots`, the size of the host tier; it overrides the other sources. None takes theirs.
+        disk: PATH:SIZE, the path and the size of the disk tier; it overrides the other sources. None takes theirs.
+        num_ranks: caches among which the bytes of `disk` are divided.
         defaults: values by key, such as ("pool", "num_slots"); the other sources override them.
 
     Raises:
         SettingsError: the file cannot be read, or a key or value is wrong; the message names the place.
     """
     tree, places = given_settings(
-        path, environ=environ, options=options, name=name, host_capacity=host_capacity, defaults=defaults
+        path,
+        environ=environ,
+        options=options,
+        name=name,
+        host_capacity=host_capacity,
+        disk=disk,
+        num_ranks=num_ranks,
+        defaults=defaults,
     )
     try:
         name = check_cache_name(tree.pop("name", DEFAULT_NAME))
@@ -78,9 +101,12 @@ def load_settings(
     _read_sizes(tree, places)
     try:
         _read_host_sizes(tree, places)
-        return Settings(name, CacheConfig.model_validate(tree))
+        _read_disk_sizes(tree, places)
+        config = CacheConfig.model_validate(tree)
     except ValidationError as error:
         raise _explained(error, places, path) from None
+    _check_disk_size(config, places)
+    return Settings(name, config)
 
 
 def given_settings(
@@ -90,12 +116,14 @@ def given_settings(
     options: Iterable[str] = (),
     name: str | None = None,
     host_capacity: str | None = None,
+    disk: str | None = None,
+    num_ranks: int = 1,
     defaults: Mapping[Key, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[Key, str]]:
     """Return the values of the combined sources as they are given, as a tree, and the place of each.
 
     Args:
-        path, environ, options, name, host_capacity, defaults: as of `load_settings`.
+        path, environ, options, name, host_capacity, disk, num_ranks, defaults: as of `load_settings`.
 
     Raises:
         SettingsError: a source cannot be read, or a key is wrong.
@@ -109,6 +137,7 @@ def given_settings(
         _from_options(options),
         [] if name is None else [(("name",), name, "--name")],
         [] if host_capacity is None else [(_HOST_SLOTS, host_capacity, HOST_OPTION)],
+        [] if disk is None else _from_disk(disk, num_ranks),
     )
     for layer in layers:
         for key, value, place in layer:
@@ -177,6 +206,44 @@ def _read_host_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
             token_bytes, of_others, unknown = _host_token_bytes(config, host)
             capacity = capacity._replace(number=max(0, capacity.number - of_others))
         host[field] = capacity.num_tokens(config.page_size, token_bytes, unknown)
+
+
+def _read_disk_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
+    """Replace the sizes of the disk tier that are given as text, such as 1TiB or 4x, by numbers.
+
+    Raises:
+        SettingsError: a size is wrong.
+        ValidationError: the settings are wrong without tiers.
+    """
+    disk = tree.get("disk")
+    if not isinstance(disk, dict):
+        return
+    tree["disk"] = disk = dict(disk)
+    given = [field for field in ("size", "num_slots", "num_swa_slots") if isinstance(disk.get(field), str)]
+    for field in given:
+        place = places.get(("disk", field), places.get(("disk",), ""))
+        place = place if place == DISK_OPTION else f"{place}: disk.{field}"
+        if field == "size":
+            disk[field] = read_bytes(disk[field], place)
+            continue
+        config = CacheConfig.model_validate(tree | {"host": None, "disk": None})
+        in_pool = config.pool.num_slots if field == "num_slots" else config.pool.num_swa_slots or config.pool.num_slots
+        capacity = read_tier_capacity(disk[field], place, in_pool)
+        disk[field] = capacity.num_tokens(config.page_size, unknown="bytes are disk.size")
+
+
+def _check_disk_size(config: CacheConfig, places: Mapping[Key, str]) -> None:
+    """Raise SettingsError if the bytes of a disk tier have no room for a record of each kind."""
+    if config.disk is None or config.disk.size is None:
+        return
+    # This imports torch, which takes long.
+    from raydix.actors.tiers.disk_tier import disk_sizes
+
+    try:
+        disk_sizes(config)
+    except ValueError as error:
+        place = places.get(("disk", "size"), places.get(("disk",), "the settings"))
+        raise SettingsError(f"{place}: {error}", "a larger size, such as 1TiB") from None
 
 
 def _host_token_bytes(config: CacheConfig, host: Mapping[str, Any]) -> tuple[int, int, str]:
@@ -289,6 +356,14 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[Key, Any, st
             raise SettingsError(f"{cut(place)} is unknown", f"unset it, or set {near[0]}")
 
 
+def _from_disk(text: str, num_ranks: int) -> Iterator[tuple[Key, Any, str]]:
+    """Yield the path and the size that `--disk PATH:SIZE` names, and that no other size counts."""
+    path, size = read_disk(text)
+    yield ("disk", "path"), path, DISK_OPTION
+    yield ("disk", "size"), size.number // num_ranks if size.is_bytes else None, DISK_OPTION
+    yield ("disk", "num_slots"), None if size.is_bytes else size.text, DISK_OPTION
+
+
 def _from_options(options: Iterable[str]) -> Iterator[tuple[Key, Any, str]]:
     for option in options:
         text_of_key, equals, text = option.partition("=")
@@ -344,7 +419,7 @@ def _example(key: Key, fault: Mapping[str, Any]) -> str:
         near = get_close_matches(str(value).lower(), known, 1, 0.5)
         return f"{name}: {near[0]}" if near else ""
     if key in SECTIONS and not isinstance(value, dict):
-        return f"{name}: {{}}, for its defaults" if key != ("pool",) else "pool.num_slots: 65536"
+        return _LEAST.get(key, f"{name}: {{}}, for its defaults")
     if fault["type"].startswith("int_") and _whole_number(value) is not None:
         return f"{name}: {_whole_number(value)} (in YAML, {value} is a text)"
     field = _FIELDS.get(key)

@@ -48,7 +48,7 @@ from raydix.actors.observe.loop_lag import LoopLag
 from raydix.actors.observe.recordings import Recordings
 from raydix.actors.service.core_factory import build_core, build_disk_cache, build_moves, host_gauge
 from raydix.actors.service.eviction_task import EvictionTask, PoolGauge
-from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
+from raydix.actors.service.findings import NEVER_RESTARTED, Restarts, disk_finding
 from raydix.actors.service.request_handlers import Answer, RequestHandlers
 from raydix.actors.service.stats import core_stats, disk_stats, tier_stats
 from raydix.actors.service.tier_feeds import TierFeeds
@@ -520,6 +520,11 @@ class CacheService:
         """Return the report of `raydix report`. O(1): a few ms."""
         return self.insight.report(self.stats())
 
+    def _findings(self) -> tuple[str, ...]:
+        """Return the faults of the node, and of the disk now."""
+        found = disk_finding(None if self.disk is None else disk_stats(self.disk))
+        return (*self.findings, found) if found else self.findings
+
     def stats(self) -> CacheStats:
         """Return a snapshot of every count."""
         batch_size = self._batch_size.histogram()
@@ -529,7 +534,7 @@ class CacheService:
             restarts=self._restarts.times,
             last_restart_cause=self._restarts.last_cause,
             restart_causes=dict(self._restarts.causes),
-            findings=self.findings,
+            findings=self._findings(),
             owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
             silent_sessions=self.sessions.num_silent(),

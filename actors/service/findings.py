@@ -175,8 +175,9 @@ def disk_finding(disk: DiskTierStats | None) -> str:
         )
     if disk.state.startswith("locked"):
         return f"the cache serves without its disk, which is {disk.state}: end that process, or change disk.path"
-    if disk.state.startswith("failed"):
-        return f"the cache serves without its disk, which has {disk.state}; mend it, then start the cache again"
+    if disk.state.startswith("failed: "):
+        cause = disk.state.removeprefix("failed: ")
+        return f"the cache serves without its disk: {cause}; then start the cache again"
     if disk.state == "stalled":
         return "the disk does not answer, and nothing is loaded from it for 30 s: look for it in the kernel's log"
     return ""

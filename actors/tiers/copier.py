@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic, perf_counter
 from typing import Literal, NamedTuple, Protocol
 
+from raydix.actors.tiers.disk_errors import DiskError
 from raydix.cache_core.tiers.page_records import CHUNK_BYTES, Chunk, CopyPlan
 
 logger = logging.getLogger(__name__)
@@ -362,6 +363,10 @@ def _run(queues: _Queues) -> None:
             copy.copy_chunk()
         except Exception as failure:  # reported to the caller of the copy; the thread goes on with others
             error = failure
-            logger.exception("a %s of %d pages failed", "load" if copy.is_load else "write", len(copy.plan))
+            what = "load" if copy.is_load else "write", len(copy.plan)
+            if isinstance(failure, DiskError):
+                logger.warning("a %s of %d pages failed: %s", *what, failure)
+            else:
+                logger.exception("a %s of %d pages failed", *what)
         queues.note(copy, perf_counter() - started, error)
         del copy, error  # the thread keeps no pool while it waits

@@ -84,7 +84,7 @@ class DiskFolder:
             self.fd = _open_below(above, layout, os.path.join(path, _file_name(cache)))
         finally:
             os.close(above)
-        self.path = os.path.join(path, _file_name(cache), layout)
+        self.path = folder_of(path, cache, layout)
 
     def _check_file_system(self, path: str, top: int, direct_io: DirectIO) -> None:
         name = _NETWORK.get(self._calls.file_system(top))
@@ -171,6 +171,11 @@ class DiskFolder:
             f"there are records of {counted(len(found), 'other layout')} of this cache, which it cannot read: {named}; "
             f"`raydix disk clear {shlex.quote(self._top)} --name {shlex.quote(self._cache)}` removes them"
         )
+
+
+def folder_of(path: str, cache: str, layout: str) -> str:
+    """Return the path of the folder of a cache's records of one layout."""
+    return os.path.join(path, _file_name(cache), layout)
 
 
 # -------------------------------------------------------------------- folders that are there

@@ -28,7 +28,7 @@ from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S
 from raydix.actors.tiers.disk_index import ROW_BYTES, IndexLayout, index_bytes
 from raydix.actors.tiers.disk_readers import DiskReaders
-from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.disk_store import DiskStore, index_room
 from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Done
 from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWriteCounts, DiskWrites, Source
 from raydix.actors.tiers.file_calls import FileCalls
@@ -867,6 +867,13 @@ def disk_sizes(config: CacheConfig) -> TierSizes:
     if "full" in costs:
         costs["full"] += index_bytes(1, page) - ROW_BYTES
     return config.disk_sizes(*(costs.get(kind, 0) for kind in KINDS))
+
+
+def disk_bytes(config: CacheConfig, sizes: TierSizes) -> int:
+    """Return the bytes that a cache's disk tier of these slots reserves, with its index."""
+    layout = layout_below(config, sizes)
+    records = sum((number - 1) * stride_of(num_bytes) for number, num_bytes in layout.shapes if num_bytes)
+    return records + index_room(layout)
 
 
 def _record_bytes(layout: RecordLayout) -> dict[Kind, int]:

@@ -192,6 +192,7 @@ def test_start_prints_that_a_worker_beside_a_gpu_pool_takes_its_share(device: st
         "num_bytes": 64,
         "reused": False,
         "host": None,
+        "disk": None,
     }
     facts["findings"] = ["too little memory"]
     console = Console(record=True, width=200, file=io.StringIO())

@@ -27,6 +27,14 @@ def test_a_host_tier_goes_with_an_engines_pool_on_a_gpu() -> None:
     assert "vLLM reads the configuration" in run(*FOR, "--capacity", "1M", *on_gpu, exit_code=2).stderr
 
 
+@pytest.mark.skipif(has_vllm(), reason="vLLM is installed here")
+@pytest.mark.parametrize("more", [(), ("--set", "pool.device=cuda", "--host-capacity", "4x")])
+def test_a_disk_goes_with_an_engines_pool_in_host_memory_or_below_a_host_tier(more: tuple[str, ...]) -> None:
+    disk = ("--disk", "/nvme/raydix:1TiB")
+
+    assert "vLLM reads the configuration" in run(*FOR, "--capacity", "1M", *disk, *more, exit_code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -40,6 +48,11 @@ def test_a_host_tier_goes_with_an_engines_pool_on_a_gpu() -> None:
         (
             (*FOR, "--capacity", "1M", "--set", "host.num_slots=64", "--set", "pool.device=auto"),
             "--set host.num_slots=64: host with --for vllm must come with pool.device=cuda",
+        ),
+        ((*FOR, "--capacity", "1M", "--disk", "/nvme"), "--disk must be PATH:SIZE, not '/nvme'"),
+        (
+            (*FOR, "--capacity", "1M", "--disk", "/nvme:1TiB", "--set", "pool.device=cuda"),
+            "--disk with a pool on a GPU must come with --host-capacity: a disk lies below host memory",
         ),
         ((*FOR, "--capacity", "1M", "--count", 2), "--count does not go with --for"),
         ((*FOR, "--capacity", "1M", "--", "--kv-transfer-config", "{}"), "'--kv-transfer-config' must not be among"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raydix.actors.cluster.capacity import read_capacity, read_tier_capacity
+from raydix.actors.cluster.capacity import read_bytes, read_capacity, read_disk, read_tier_capacity
 from raydix.actors.cluster.settings_file import SettingsError
 
 
@@ -98,3 +98,37 @@ def test_another_capacity_of_a_tier_is_refused(text: str) -> None:
 def test_a_multiple_that_no_tier_has_is_refused(text: str, expected: str) -> None:
     with pytest.raises(SettingsError, match=f"--host-capacity {expected}"):
         read_tier_capacity(text, "--host-capacity", 1000).num_tokens(128)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "number", "is_bytes"),
+    [
+        ("/nvme/raydix:1TiB", "/nvme/raydix", 2**40, True),
+        ("/nvme/a:b:c:500 MB", "/nvme/a:b:c", 500 * 10**6, True),
+        ("/nvme/10:30:1_000", "/nvme/10:30", 1000, False),
+        ("/nvme:4x", "/nvme", 4, False),
+        ("some/folder:1e6", "some/folder", 10**6, False),
+    ],
+)
+def test_a_disk_is_a_path_and_a_size_behind_the_last_colon(text: str, path: str, number: int, is_bytes: bool) -> None:
+    found, size = read_disk(text)
+
+    assert (found, size.number, size.is_bytes) == (path, number, is_bytes)
+
+
+@pytest.mark.parametrize("text", ["", "/nvme", ":1TiB", "/nvme:", "/nvme:lots", "1TiB:/nvme", "/nvme:1TiB:"])
+def test_other_texts_of_a_disk_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"--disk must be PATH:SIZE, not .*; SIZE is tokens, such as") as refused:
+        read_disk(text)
+    assert refused.value.advice == "--disk /nvme/raydix:1TiB"
+
+
+@pytest.mark.parametrize(("text", "number"), [("1TiB", 2**40), ("2e12", 2 * 10**12), ("1_000", 1000), ("3 kb", 3000)])
+def test_bytes_have_a_unit_or_none(text: str, number: int) -> None:
+    assert read_bytes(text, "disk.size") == number
+
+
+@pytest.mark.parametrize("text", ["1M", "4x", "lots", "-1GiB", ""])
+def test_sizes_in_tokens_are_no_bytes(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"disk.size must be bytes, such as 1TiB or 2e12, not "):
+        read_bytes(text, "disk.size")

@@ -8,7 +8,16 @@ import pytest
 from raydix.actors.cluster.settings import Settings, as_yaml, load_settings
 from raydix.actors.cluster.settings_file import SettingsError
 from raydix.actors.transport.pool_shapes import layout_below
-from raydix.schemas import CacheConfig, EvictionConfig, GhostConfig, HostConfig, MetricsConfig, PoolConfig, TenantConfig
+from raydix.schemas import (
+    CacheConfig,
+    DiskConfig,
+    EvictionConfig,
+    GhostConfig,
+    HostConfig,
+    MetricsConfig,
+    PoolConfig,
+    TenantConfig,
+)
 from raydix.schemas.shown import cut, shown
 
 LAUGHS = ", ".join(
@@ -235,6 +244,82 @@ def test_a_wrong_size_of_a_host_tier_is_named_with_its_place(
 ) -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(environ={}, options=options, host_capacity=capacity)
+
+    assert f"{caught.value} / {caught.value.advice}".startswith(expected)
+
+
+ON_CPU = (*LAYERS, "pool.device=cpu")
+
+
+def disk_of(disk: str | None, *options: str, num_ranks: int = 1) -> DiskConfig | None:
+    return load_settings(environ={}, options=[*ON_CPU, *options], disk=disk, num_ranks=num_ranks).config.disk
+
+
+@pytest.mark.parametrize(
+    ("size", "fields"),
+    [
+        ("1GiB", {"size": 2**30}),
+        ("4x", {"num_slots": 6400}),
+        ("1.03x", {"num_slots": 1648}),
+        ("1M", {"num_slots": 1_000_000}),
+        ("1_000", {"num_slots": 992}),
+    ],
+)
+def test_the_size_of_a_disk_tier_may_be_bytes_tokens_or_a_multiple_of_the_pool(
+    size: str, fields: dict[str, int]
+) -> None:
+    expected = DiskConfig(path="/nvme/a:b", **fields)  # type: ignore[arg-type]
+    assert disk_of(f"/nvme/a:b:{size}") == expected
+    (field,) = fields
+    assert disk_of(None, "disk.path=/nvme/a:b", f"disk.{field}='{size}'") == expected
+    environ = {"RAYDIX_DISK_PATH": "/nvme/a:b", f"RAYDIX_DISK_{field.upper()}": f"'{size}'"}
+    assert load_settings(environ=environ, options=ON_CPU).config.disk == expected
+
+
+def test_a_disk_given_as_an_option_overrides_the_path_and_both_sizes_and_nothing_else() -> None:
+    others = ("disk={path: /other, num_slots: 64, admit: all}", "disk.size=1TiB")
+
+    assert disk_of("/nvme:1GiB", *others) == DiskConfig(path="/nvme", size=2**30, admit="all")
+    assert disk_of("/nvme:64", *others) == DiskConfig(path="/nvme", num_slots=64, admit="all")
+
+
+def test_bytes_are_divided_over_ranks_and_tokens_are_of_each() -> None:
+    assert disk_of("/nvme:1GiB", num_ranks=4) == DiskConfig(path="/nvme", size=2**28)
+    assert disk_of("/nvme:1M", num_ranks=4) == DiskConfig(path="/nvme", num_slots=1_000_000)
+    assert disk_of(None, "disk.path=/nvme", "disk.size=1GiB", num_ranks=4) == DiskConfig(path="/nvme", size=2**30)
+
+
+@pytest.mark.parametrize(
+    ("options", "disk", "expected"),
+    [
+        (
+            ON_CPU,
+            "/nvme",
+            "--disk must be PATH:SIZE, not '/nvme'; SIZE is tokens, such as 200_000 or 1M, bytes, such as",
+        ),
+        (ON_CPU, "nvme:1GiB", "--disk: disk.path: must be an absolute path, such as /nvme/raydix, not 'nvme'"),
+        (ON_CPU, "/nvme:1KiB", "--disk: disk.size must have room for a record of each kind, 4,"),
+        (ON_CPU, "/nvme:8", "--disk must hold a page, 16 tokens, not '8', which is 8 tokens"),
+        ((*ON_CPU, "pool.device=auto"), "/nvme:1GiB", "the settings: disk needs a tier in host memory above it"),
+        (("pool.num_slots=64",), "/nvme:1GiB", "the settings: disk.size is in bytes, and this cache keeps no KV"),
+        ((*ON_CPU, "kind=chunk"), "/nvme:1GiB", "the settings: disk is for kinds 'radix' and 'mamba', not 'chunk'"),
+        (
+            (*ON_CPU, "disk.path=/nvme", "disk.size=1M"),
+            None,
+            "--set disk.size=1M: disk.size must be bytes, such as 1TiB or 2e12, not '1M' / disk.size 1MiB",
+        ),
+        (
+            (*ON_CPU, "disk.path=/nvme", "disk.num_slots=1TiB"),
+            None,
+            "--set disk.num_slots=1TiB: disk.num_slots must be tokens, such as 200_000 or 1M, not '1TiB': bytes are",
+        ),
+        ((*ON_CPU, "disk.path=/nvme"), None, "the settings: disk: disk needs num_slots or size, one of them"),
+        ((*ON_CPU, "disk=true"), None, "--set disk=true: disk: must have keys, not True / disk: {path: "),
+    ],
+)
+def test_a_wrong_disk_is_named_with_its_place(options: tuple[str, ...], disk: str | None, expected: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(environ={}, options=options, disk=disk)
 
     assert f"{caught.value} / {caught.value.advice}".startswith(expected)
 

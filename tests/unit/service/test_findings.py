@@ -91,7 +91,7 @@ def test_the_gravest_finding_comes_first() -> None:
         ),
         (
             lambda: disk_finding(DISK.model_copy(update={"state": "failed: /x is no folder: name one in disk.path"})),
-            "serves without its disk, which has failed: /x is no folder",
+            "serves without its disk: /x is no folder",
             "then start the cache again",
         ),
         (
