@@ -14,6 +14,7 @@ from raydix.actors.cli import (
     dashboard,
     demo,
     describe,
+    disk,
     doctor,
     explain,
     export_events,
@@ -51,7 +52,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-GROUPS: dict[str, typer.Typer] = {"fleet": fleet.app}
+GROUPS: dict[str, typer.Typer] = {"fleet": fleet.app, "disk": disk.app}
 
 
 class Commands(TyperGroup):

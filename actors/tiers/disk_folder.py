@@ -166,10 +166,13 @@ class DiskFolder:
         found = [facts for facts in list_folders(self._top) if facts.cache == self._cache and facts.path != self.path]
         if not found:
             return ""
-        named = ", ".join(f"{byte_size(facts.num_bytes)} in {facts.path}" for facts in found)
+        command = f"raydix disk clear {shlex.quote(self._top)} --name {shlex.quote(self._cache)} --layout"
+        named = ", ".join(
+            f"{byte_size(facts.num_bytes)} in {facts.path} (`{command} {facts.layout} --yes` removes them)"
+            for facts in found
+        )
         return (
-            f"there are records of {counted(len(found), 'other layout')} of this cache, which it cannot read: {named}; "
-            f"`raydix disk clear {shlex.quote(self._top)} --name {shlex.quote(self._cache)}` removes them"
+            f"there are records of {counted(len(found), 'other layout')} of this cache, which it cannot read: {named}"
         )
 
 
@@ -238,6 +241,16 @@ def clear(path: str, cache: str | None = None, layout: str | None = None) -> Cle
             os.rmdir(facts.path)
             os.rmdir(os.path.dirname(facts.path))
     return done
+
+
+@contextmanager
+def locked(facts: FolderFacts) -> Iterator[bool]:
+    """Keep caches from using a folder for a while; yield whether none uses it. Nothing is written."""
+    fd = os.open(os.path.join(facts.path, _LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield _try_lock(fd, fcntl.LOCK_EX)
+    finally:
+        os.close(fd)
 
 
 def _remove_files(folder: int) -> bool:

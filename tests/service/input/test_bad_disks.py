@@ -197,7 +197,7 @@ async def test_a_disk_for_which_there_is_no_room_beside_another_layout_names_it(
         await write(cache)
     other = config_of(tmp_path, head_dim=4)
     sentence = f"there are records of 1 other layout of this cache, which it cannot read: .* in {tmp_path}/local/.*"
-    sentence += f"; `raydix disk clear {tmp_path} --name local` removes them"
+    sentence += rf"`raydix disk clear {tmp_path} --name local --layout \w+ --yes` removes them"
 
     calls.free = 2**20
     with pytest.raises(CacheUnavailable, match=f"lower disk.num_slots or disk.size; {sentence}"):
