@@ -1,4 +1,4 @@
-"""`raydix replay`: hit rates of recorded traffic on caches of other sizes, policies, page sizes and host tiers."""
+"""`raydix replay`: hit rates of recorded traffic on caches of other sizes, policies, page sizes and tiers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from raydix.schemas.version import how_to_install
 if TYPE_CHECKING:
     from raydix.actors.observe.trace import TracedRequest
     from raydix.actors.replay.trace_replay import Replay
-    from raydix.schemas import CacheConfig, CacheStats, HostConfig
+    from raydix.schemas import CacheConfig, CacheStats, DiskConfig, HostConfig
 
 HOST_POLICY = "--host-policy"
+DISK_CAPACITY = "--disk-capacity"
+DISK_ADMIT = "--disk-admit"
 _NO_BYTES = "a trace does not say how many bytes a token takes"
 CAPACITIES = (1_024_000, 4_096_000, 16_384_000)  # defaults; a report takes the first
 
@@ -58,6 +60,24 @@ def replay(
         list[str] | None,
         typer.Option(HOST_POLICY, metavar="NAME", help="Of that tier, as --policy; repeatable. Default: 2q."),
     ] = None,
+    disk_capacities: Annotated[
+        list[str] | None,
+        typer.Option(
+            DISK_CAPACITY,
+            metavar="TOKENS|Nx",
+            help="Put a tier on a disk below each cache and its host tier, such as 16M or 32x; repeatable. It needs no "
+            "files.",
+        ),
+    ] = None,
+    disk_admits: Annotated[
+        list[str] | None,
+        typer.Option(
+            DISK_ADMIT,
+            metavar="RULE",
+            help="Which pages are written there: second_use, at their second use, or all; repeatable. "
+            "Default: second_use.",
+        ),
+    ] = None,
     page_sizes: Annotated[
         list[int] | None,
         typer.Option("--page-size", min=1, metavar="TOKENS", help="Repeatable. Default: a block of the trace."),
@@ -80,14 +100,18 @@ def replay(
     needs neither a GPU nor Ray.
 
     With `--host-capacity`, KV is written to the tier before it is evicted, and loaded before a request begins; both
-    take no time. The hit rate then has a part that was found in the cache, and one that was loaded.
+    take no time. So it is with `--disk-capacity`, but pages are written at their second use. The hit rate then has a
+    part that was found in the cache, and those that were loaded.
     """
-    hosts = _hosts(host_capacities, host_policies, ghost)
+    hosts = _tiers(HOST_OPTION, host_capacities, HOST_POLICY, host_policies, "2q", ghost=ghost)
+    disks = _tiers(DISK_CAPACITY, disk_capacities, DISK_ADMIT, disk_admits, "second_use", ghost=ghost)
     requests = requests_of(trace, limit)
     all_capacities, all_page_sizes = capacities or [*map(str, CAPACITIES)], page_sizes or [requests[0].block_size]
     configs = [
-        checked_config(capacity, policy, page_size, high_watermark, host=host)
-        for capacity, policy, page_size, host in product(all_capacities, policies or ["lru"], all_page_sizes, hosts)
+        checked_config(capacity, policy, page_size, high_watermark, host=host, disk=disk)
+        for capacity, policy, page_size, host, disk in product(
+            all_capacities, policies or ["lru"], all_page_sizes, hosts, disks
+        )
     ]
     if ghost:
         from raydix.schemas import GhostConfig
@@ -104,23 +128,31 @@ def replay(
     show(rows, as_json, lambda: Group(*_too_large(replays), _table(rows), *filter(None, map(_what_if, replays))))
 
 
-def _hosts(capacities: list[str] | None, policies: list[str] | None, ghost: bool) -> Sequence[tuple[str, str] | None]:
-    """Return the capacity and the policy of each host tier to replay with; None: without one.
+def _tiers(
+    option: str, capacities: list[str] | None, rule_option: str, rules: list[str] | None, default: str, *, ghost: bool
+) -> Sequence[tuple[str, str] | None]:
+    """Return the capacity and the rule of each tier of one kind to replay with; None: without one.
+
+    Args:
+        option: the option with the capacities.
+        rule_option: the option with the rules, such as policies.
+        default: the rule if none is given.
+        ghost: whether other sizes of the pool are to be estimated.
 
     Raises:
         CommandError: an option does not go with the others; the message names it.
     """
     if not capacities:
-        if policies:
-            raise CommandError(f"{HOST_POLICY} must come with {HOST_OPTION}", f"{HOST_OPTION} 4x", USAGE)
+        if rules:
+            raise CommandError(f"{rule_option} must come with {option}", f"{option} 4x", USAGE)
         return [None]
     if ghost:
         raise CommandError(
-            f"--ghost does not go with {HOST_OPTION}: it estimates caches without a tier below",
-            f"replay both sizes: --capacity 1M --capacity 2M {HOST_OPTION} {capacities[0]}",
+            f"--ghost does not go with {option}: it estimates caches without a tier below",
+            f"replay both sizes: --capacity 1M --capacity 2M {option} {capacities[0]}",
             USAGE,
         )
-    return list(product(capacities, policies or ["2q"]))
+    return list(product(capacities, rules or [default]))
 
 
 def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
@@ -144,12 +176,14 @@ def checked_config(
     high_watermark: float = 1.0,
     command: str = "replay",
     host: tuple[str, str] | None = None,
+    disk: tuple[str, str] | None = None,
 ) -> CacheConfig:
     """Return the configuration of an index-only cache; its capacity is rounded down to whole pages.
 
     Args:
         command: it has the arguments.
         host: the capacity and the policy of its host tier; None: it has none.
+        disk: the capacity and the rule of admission of its disk tier; None: it has none.
 
     Raises:
         CommandError: an argument of `command` is wrong; the message names it.
@@ -160,9 +194,17 @@ def checked_config(
     from raydix.actors.replay.trace_replay import index_config
 
     num_slots = tokens_of(capacity, page_size)
-    tier = None if host is None else _checked_host(*host, num_slots, page_size)
+    host_tier = None if host is None else _checked_host(*host, num_slots, page_size)
+    disk_tier = None if disk is None else _checked_disk(*disk, num_slots, page_size)
     try:
-        return index_config(num_slots, page_size=page_size, policy=policy, high_watermark=high_watermark, host=tier)
+        return index_config(
+            num_slots,
+            page_size=page_size,
+            policy=policy,
+            high_watermark=high_watermark,
+            host=host_tier,
+            disk=disk_tier,
+        )
     except ValidationError as error:
         raise wrong_option(error, command, {}) from None
 
@@ -173,11 +215,28 @@ def _checked_host(capacity: str, policy: str, pool_slots: int, page_size: int) -
 
     from raydix.schemas import HostConfig
 
-    num_slots = read_tier_capacity(capacity, HOST_OPTION, pool_slots).num_tokens(page_size, unknown=_NO_BYTES)
+    num_slots = _tier_tokens(capacity, HOST_OPTION, pool_slots, page_size)
     try:
         return HostConfig.model_validate({"num_slots": num_slots, "policy": policy})
     except ValidationError as error:
         raise wrong_option(error, "replay", {"policy": HOST_POLICY}) from None
+
+
+def _checked_disk(capacity: str, admit: str, pool_slots: int, page_size: int) -> DiskConfig:
+    """Return the configuration of a disk tier; its capacity is rounded down to whole pages."""
+    from pydantic import ValidationError
+
+    from raydix.actors.replay.trace_replay import index_disk
+
+    num_slots = _tier_tokens(capacity, DISK_CAPACITY, pool_slots, page_size)
+    try:
+        return index_disk(num_slots, admit)
+    except ValidationError as error:
+        raise wrong_option(error, "replay", {"admit": DISK_ADMIT}) from None
+
+
+def _tier_tokens(capacity: str, option: str, pool_slots: int, page_size: int) -> int:
+    return read_tier_capacity(capacity, option, pool_slots).num_tokens(page_size, unknown=_NO_BYTES)
 
 
 def tokens_of(capacity: str, page_size: int) -> int:
@@ -243,19 +302,31 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    """Return the cells of a replay by their columns: all replays have a host tier, or none.
+    """Return the cells of a replay by their columns: all replays have the same tiers.
 
-    With a host tier some columns are left out, so that a terminal of 80 columns shows all others.
+    With lower tiers some columns are left out, so that a terminal of 80 columns shows all others.
     """
     hit_rate = {">hit rate": percent(row["hit_rate_percent"] / 100, 2)}
-    if host := row.get("host"):
+    host, disk = row.get("host"), row.get("disk")
+    if disk:
+        cells = {"cache": f"{short_count(row['capacity'])} {row['policy']}"}
+        if host:
+            cells["host"] = f"{short_count(host['capacity'])} {host['policy']}"
+        cells |= {"disk": f"{short_count(disk['capacity'])} {disk['admit']}", **hit_rate}
+        if host:
+            cells[">on host"] = percent(host["loaded_percent"] / 100, 2)
+        else:
+            cells[">in cache"] = percent(row["device_hit_rate_percent"] / 100, 2)
+        cells[">on disk"] = percent(disk["loaded_percent"] / 100, 2)
+        return cells | {">written": short_count(disk["written_tokens"])}
+    if host:
         return {
             ">capacity": f"{row['capacity']:,}",
             "policy": row["policy"],
             ">host": short_count(host["capacity"]),
             "host policy": host["policy"],
             **hit_rate,
-            ">in cache": percent(host["device_hit_rate_percent"] / 100, 2),
+            ">in cache": percent(row["device_hit_rate_percent"] / 100, 2),
             ">loaded": percent(host["loaded_percent"] / 100, 2),
             ">evicted": short_count(row["evicted_tokens"]),
         }

@@ -40,7 +40,7 @@ def check_can_draw(path: Path) -> None:
 
 
 def plot(path: Path, replays: Sequence[Replay], trace: Sequence[TracedRequest]) -> None:
-    """Draw the hit rate against capacity, a line per policy, page size and host tier, and over the time of the trace.
+    """Draw the hit rate against capacity, a line per policy, page size and lower tiers, and over the time of the trace.
 
     A replay has the same colour in both. If all have one capacity, bars replace the lines of the first.
 

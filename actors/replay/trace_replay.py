@@ -1,7 +1,8 @@
-"""Replay a trace on index-only caches (`num_layers=0`), to measure the prefill that a cache saves, and its tier.
+"""Replay a trace on index-only caches (`num_layers=0`), to measure the prefill that a cache and its tiers save.
 
 Requests run one at a time, in the order of the trace, and publish their whole prompt. Hits are whole pages: with pages
-of 512 tokens the last, partial block of a prompt is never reused.
+of 512 tokens the last, partial block of a prompt is never reused. Tiers below the cache move pages in no time; a disk
+tier is an index without files.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from numpy.typing import NDArray
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.observe.trace import BLOCK
-from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, HostConfig, PoolConfig, PoolExhausted
+from raydix.schemas import CacheConfig, CacheStats, DiskConfig, EvictionConfig, HostConfig, PoolConfig, PoolExhausted
 
 if TYPE_CHECKING:
     from raydix.actors.client.lease import Lease
     from raydix.actors.observe.trace import TracedRequest
+    from raydix.schemas import DiskTierStats, TierStats
 
 _STEP = 64  # requests between two calls of `progress`
+_FINGERPRINT = "replay"  # names the model of all KV, as a disk keeps only KV of a known one
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Replay:
     def figures(self) -> dict[str, Any]:
         """Return the counts, and the hit rate: reused prompt tokens / prompt tokens of all requests.
 
-        With a host tier, reused tokens include those that were loaded from it.
+        With tiers below the cache, reused tokens include those that were loaded from them.
         """
         stats, ghost = self.stats, self.stats.ghost
         figures: dict[str, Any] = {
@@ -55,27 +58,55 @@ class Replay:
             "seconds": self.seconds,
             "requests_per_s": len(self.reused) / self.seconds,
         }
-        if (tier := self.config.host) is not None and (host := stats.host) is not None:
-            found = stats.tokens_reused - host.tokens_loaded
-            figures["host"] = {
-                "capacity": tier.num_slots,
-                "policy": tier.policy,
-                "device_hit_rate_percent": 100 * found / max(1, stats.tokens_requested),
-                "loaded_percent": 100 * host.tokens_loaded / max(1, stats.tokens_requested),
-                "loaded_tokens": host.tokens_loaded,
-                "written_tokens": host.tokens_written,
-                "dropped_tokens": host.tokens_dropped,
+        if stats.host is not None or stats.disk is not None:
+            loaded = sum(tier.tokens_loaded for tier in (stats.host, stats.disk) if tier is not None)
+            figures["device_hit_rate_percent"] = self._percent(stats.tokens_reused - loaded)
+        if (host := self.config.host) is not None and stats.host is not None:
+            figures["host"] = {"capacity": host.num_slots, "policy": host.policy, **self._moved(stats.host)}
+        if (disk := self.config.disk) is not None and stats.disk is not None:
+            written = stats.disk.tokens_written / self.config.page_size
+            figures["disk"] = {
+                "capacity": disk.num_slots,
+                "admit": disk.admit,
+                **self._moved(stats.disk),
+                "written_pages_per_request": written / len(self.reused),
             }
         if ghost is not None:
             figures["ghost"] = ghost.model_dump(mode="json")
         return figures
 
+    def _moved(self, tier: TierStats | DiskTierStats) -> dict[str, Any]:
+        """Return the tokens that were moved between the cache and a tier."""
+        return {
+            "loaded_percent": self._percent(tier.tokens_loaded),
+            "loaded_tokens": tier.tokens_loaded,
+            "written_tokens": tier.tokens_written,
+            "dropped_tokens": tier.tokens_dropped,
+        }
+
+    def _percent(self, num_tokens: int) -> float:
+        """Return a part of the prompt tokens."""
+        return 100 * num_tokens / max(1, self.stats.tokens_requested)
+
 
 def series_of(config: CacheConfig) -> str:
-    """Return policy, page size and host tier of a cache in words: "lru, pages of 512, host of 4,096,000 tokens, 2q"."""
-    host = config.host
-    tier = "" if host is None else f", host of {host.num_slots:,} tokens, {host.policy}"
-    return f"{config.eviction.policy}, pages of {config.page_size}{tier}"
+    """Return policy, page size and lower tiers of a cache: "lru, pages of 512, host of 4,096,000 tokens, 2q"."""
+    parts = [config.eviction.policy, f"pages of {config.page_size}"]
+    if (host := config.host) is not None:
+        parts += [f"host of {host.num_slots:,} tokens", host.policy]
+    if (disk := config.disk) is not None:
+        parts += [f"disk of {disk.num_slots or 0:,} tokens", disk.admit]
+    return ", ".join(parts)
+
+
+def index_disk(num_slots: int, admit: str = "second_use") -> DiskConfig:
+    """Return the configuration of the disk tier of an index-only cache. It has no files, and no limit of writes.
+
+    Raises:
+        ValidationError: `admit` is unknown.
+    """
+    fields = {"path": "/", "num_slots": num_slots, "admit": admit, "write_mib_s": None, "fingerprint": _FINGERPRINT}
+    return DiskConfig.model_validate(fields)
 
 
 def index_config(
@@ -85,10 +116,11 @@ def index_config(
     policy: str = "lru",
     high_watermark: float = 1.0,
     host: HostConfig | None = None,
+    disk: DiskConfig | None = None,
 ) -> CacheConfig:
     """Return the configuration of an index-only cache. At a watermark of 1.0 only the shortfall is evicted.
 
-    With a `host`, KV is written to that tier before it is evicted, which takes no time.
+    With a `host`, KV is written to that tier before it is evicted, which takes no time. For a `disk`, see `index_disk`.
 
     Raises:
         ValidationError: the capacity is not a multiple of the page size, or the policy is unknown.
@@ -100,6 +132,7 @@ def index_config(
         page_size=page_size,
         pool=PoolConfig(num_slots=capacity, num_layers=0, device="cpu"),
         host=host,
+        disk=disk,
         eviction=eviction,
     )
 

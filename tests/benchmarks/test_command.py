@@ -138,7 +138,7 @@ async def test_prompts_hit_as_much_as_they_should() -> None:
     assert [each.hit_rate for each in speeds] == [0, 0.25, 0.5, 0.75, 0.95]
 
 
-def test_the_rates_of_a_host_tier_are_those_of_the_traces_that_are_there(
+def test_the_rates_of_lower_tiers_are_those_of_the_traces_that_are_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("RAYDIX_TRACE", raising=False)
@@ -147,8 +147,16 @@ def test_the_rates_of_a_host_tier_are_those_of_the_traces_that_are_there(
 
     found = tier_rates.figures(quick=True)
 
-    assert [figure.to for figure in found] == ["points off 11.80", "points off 13.70"]
-    assert [figure.ratio for figure in found] == pytest.approx([found[0].value - 11.80, found[1].value - 13.70])
+    references = {
+        "points off 11.80": 11.80,
+        "points off 13.70": 13.70,
+        "points off 28.71": 28.71,
+        "blocks off 3.67": 3.67,
+    }
+    assert [figure.to for figure in found] == list(references)
+    assert [figure.ratio for figure in found] == pytest.approx(
+        [abs(figure.value - reference) for figure, reference in zip(found, references.values(), strict=True)]
+    )
     assert all(figure.failed for figure in found)
 
 

@@ -59,10 +59,33 @@ def test_a_host_tier_gives_back_the_evicted_tokens_and_their_share_is_named(tmp_
 
     assert (large["reused_tokens"], large["evicted_tokens"]) == (1024 + 512 + 1024, 3 * 1024)
     tokens = {"loaded_tokens": 2048, "written_tokens": 2048, "dropped_tokens": 0}
-    shares = {"device_hit_rate_percent": pytest.approx(100 * 512 / 4608), "loaded_percent": 100 * 2048 / 4608}
-    assert large["host"] == {"capacity": 4096, "policy": "2q", **tokens, **shares}
+    assert large["device_hit_rate_percent"] == pytest.approx(100 * 512 / 4608)
+    assert large["host"] == {"capacity": 4096, "policy": "2q", **tokens, "loaded_percent": 100 * 2048 / 4608}
     assert larger["host"] == large["host"] | {"capacity": 7680}
     assert "1,024 lru 4.1k 2q 55.56 % 11.11 % 44.44 % 3.1k" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("where", [pytest.param([], id="here"), pytest.param(["--ray"], marks=pytest.mark.more)])
+def test_a_disk_tier_gets_a_page_at_its_second_use_and_its_share_is_named(
+    where: list[str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if where:
+        request.getfixturevalue("ray_cluster")
+    prompts = [(1024, [1, 2]), (1024, [3, 4]), (1024, [1, 2]), (1024, [3, 4]), (1024, [1, 2]), (512, [5]), (512, [3])]
+    sizes = ("--capacity", 1024, "--disk-capacity", "4x", "--disk-admit", "second_use", "--disk-admit", "all")
+
+    second, every = run_json("replay", write_trace(tmp_path, prompts), *sizes, *where)
+    text = run("replay", tmp_path / "trace.jsonl", *sizes[:4], "--host-capacity", 1024, "--host-policy", "lru").stdout
+
+    # Pages 1 to 4 are computed twice, and written then. Their third uses load them.
+    assert (second["reused_tokens"], second["device_hit_rate_percent"]) == (1024 + 512, 0)
+    tokens = {"loaded_tokens": 1536, "written_tokens": 2048, "dropped_tokens": 0, "written_pages_per_request": 4 / 7}
+    share = {"loaded_percent": pytest.approx(100 * 1536 / 6144)}
+    assert second["disk"] == {"capacity": 4096, "admit": "second_use", **tokens, **share}
+    # All pages are written when they are evicted, and loaded by their second uses.
+    tokens |= {"loaded_tokens": 3 * 1024 + 512, "written_tokens": 2048}
+    assert every["disk"] == {"capacity": 4096, "admit": "all", **tokens, "loaded_percent": 100 * 3584 / 6144}
+    assert "1k lru 1k lru 4.1k second_use 41.67 % 33.33 % 8.33 % 2k" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -70,6 +93,11 @@ def test_a_host_tier_gives_back_the_evicted_tokens_and_their_share_is_named(tmp_
     [
         (("--host-policy", "lru"), "--host-policy must come with --host-capacity\n  try: --host-capacity 4x"),
         (("--host-capacity", "4x", "--ghost"), "--ghost does not go with --host-capacity: it estimates caches without"),
+        (("--disk-admit", "all"), "--disk-admit must come with --disk-capacity\n  try: --disk-capacity 4x"),
+        (("--disk-capacity", "4x", "--ghost"), "--ghost does not go with --disk-capacity: it estimates caches without"),
+        (("--disk-capacity", "1TiB"), "--disk-capacity must be tokens, such as 200_000 or 1M, not '1TiB': a trace"),
+        (("--disk-capacity", "500"), "--disk-capacity must hold a page, 512 tokens, not '500'"),
+        (("--disk-capacity", "4x", "--disk-admit", "none"), "--disk-admit must be 'second_use' or 'all'"),
         (
             ("--host-capacity", "1GiB"),
             "--host-capacity must be tokens, such as 200_000 or 1M, not '1GiB': a trace does",
@@ -79,7 +107,7 @@ def test_a_host_tier_gives_back_the_evicted_tokens_and_their_share_is_named(tmp_
         (("--host-capacity", "4x", "--policy", "lur"), "--policy must be 'lru', 'lfu'"),
     ],
 )
-def test_options_of_a_host_tier_are_checked_before_the_work(
+def test_options_of_lower_tiers_are_checked_before_the_work(
     trace: Path, options: tuple[object, ...], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raydix.actors.cli.replay._replay_all", lambda *_: pytest.fail("it was replayed"))
@@ -370,6 +398,26 @@ def test_the_conversation_trace_gives_the_rates_of_a_pool_and_its_host_tier(
     rows = run_json("replay", os.environ["RAYDIX_TRACE"], "--capacity", 1000 * 512, *hosts)
 
     assert [row["hit_rate_percent"] for row in rows] == [pytest.approx(rate, abs=within) for rate in rates]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.trace
+@pytest.mark.parametrize(
+    ("admit", "rate", "within", "written"), [("second_use", 28.71, 0.5, 3.67), ("all", 35.85, 0.3, 14.0)]
+)
+def test_the_conversation_trace_gives_the_rates_of_a_disk_below_the_host_tier(
+    admit: str, rate: float, within: float, written: float
+) -> None:
+    """An independent simulation of three tiers gave these rates, and the pages that are written to the disk a request.
+
+    Its memory of uses is endless.
+    """
+    sizes = ("--capacity", 1000 * 512, "--host-capacity", 8000 * 512, "--disk-capacity", 32_000 * 512)
+
+    (row,) = run_json("replay", os.environ["RAYDIX_TRACE"], *sizes, "--host-policy", "lru", "--disk-admit", admit)
+
+    assert row["hit_rate_percent"] == pytest.approx(rate, abs=within)
+    assert row["disk"]["written_pages_per_request"] == pytest.approx(written, abs=0.5)
 
 
 def test_a_gzip_trace_is_read_as_it_is_and_a_broken_one_is_named(trace: Path, tmp_path: Path) -> None:
