@@ -17,7 +17,7 @@ class NamespaceUse:
     """Counts requests and hits (`RequestObserver`) of the largest namespaces, and of all others together.
 
     Attributes:
-        tokens_loaded: of the reused tokens of all namespaces, those that were loaded from the host tier.
+        tokens_loaded: of the reused tokens of all namespaces, those that were loaded from tiers below.
     """
 
     def __init__(self) -> None:
@@ -63,6 +63,8 @@ class NamespaceUse:
             counts[0] -= 1
             counts[1] -= len(lease.key)
             counts[2] -= lease.prefix_len
+            counts[4] -= lease.loaded_len
+            self.tokens_loaded -= lease.loaded_len
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
         """Do nothing: earlier hits still count."""

@@ -119,6 +119,7 @@ class GhostCurve:
             return
         if lease.filling_for and use.pages is None and not lease.resumed:  # The request begins again.
             self.tokens_requested -= len(use.key)
+            self.tokens_loaded -= lease.loaded_len
             self._num_pages -= use.num_counted or 0
             use.num_counted = 0
         if lease.num_published_pages > max(num_stored, lease.prefix_len // self.page_size):

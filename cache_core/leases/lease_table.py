@@ -33,6 +33,7 @@ class LeaseRecord:
         "key",
         "lease_id",
         "loaded_len",
+        "loads",
         "named_len",
         "node",
         "num_published_pages",
@@ -94,6 +95,7 @@ class LeaseRecord:
         self.filling_for: str | None = None
         self.loaded_len = 0  # tokens of `prefix_len` that loads brought
         self.disk_loaded_len = 0  # of these, the tokens that came from the disk
+        self.loads: tuple[tuple[Any, int], ...] = ()  # the `MoveCounts` of each load, and its tokens
 
     @property
     def private_starts(self) -> Starts:

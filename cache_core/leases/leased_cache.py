@@ -144,8 +144,8 @@ class LeasedCache(ABC):
             observer.granted(lease, max_prefix_len)
 
     def count_request(self, lease: LeaseRecord, times: int) -> None:
-        """Count a granted request, without loaded tokens; -1 times: it begins again, so it did not count."""
-        counters, prefix_len = self.counters, lease.prefix_len - lease.loaded_len
+        """Count a granted request and its prefix; -1 times: it begins again, so neither counts, nor what was loaded."""
+        counters, prefix_len = self.counters, lease.prefix_len
         if lease.resumed:
             counters.num_resumed += times
             counters.tokens_resumed += times * len(lease.key)

@@ -603,6 +603,7 @@ class Moves:
     def give_up(self, move: Move) -> None:
         """Take the lease that a load fills from its request, which begins again. The load goes on for no request."""
         assert move in self._in_flight and move.is_load
+        _take_back_loads(move.target)
         self.upper.cache.give_up_fill(move.target)
 
     def finish(self, move: Move, num_pages: int, is_whole: bool | None = None) -> Finished:
@@ -658,6 +659,7 @@ class Moves:
         is_wanted = bool(lease.filling_for)
         try:
             if move.is_retired:
+                _take_back_loads(lease)
                 upper.take_back_fill(lease)
                 return Finished(0, None, is_wanted)
             slot = spare.state_slot if spare is not None and is_whole else None
@@ -672,6 +674,7 @@ class Moves:
                 upper.end_quietly(lease, is_use=True)
                 return Finished(num_loaded)
             self.counts.loaded += num_loaded
+            lease.loads += ((self.counts, num_loaded),)
             if self.lower.medium == "STORAGE":
                 lease.disk_loaded_len += num_loaded
             upper.hand_out(lease, len(key))
@@ -702,6 +705,14 @@ class Moves:
         assert is_locked, f"rule 4: the source of {move.key} is not locked"
         assert written.tolist() == move.target_starts.tolist(), f"rule 4: the target of {move.key} is not private"
         assert (move.target.filling_for is not None) == move.is_load, "rule 5: only a load fills a lease of a session"
+
+
+def _take_back_loads(lease: LeaseRecord) -> None:
+    """Count earlier loads of a lease as unused, if its request begins again."""
+    if lease.filling_for:
+        for counts, num_loaded in lease.loads:
+            counts.loaded -= num_loaded
+            counts.loaded_unused += num_loaded
 
 
 def _ends_of(move: Move) -> Iterator[tuple[Tier, LeaseRecord]]:

@@ -28,6 +28,7 @@ from raydix.schemas import (
     DiskPoolStats,
     DiskTierStats,
     EvictionConfig,
+    GhostConfig,
     HostConfig,
     LeaseConfig,
     ModelFingerprint,
@@ -256,6 +257,38 @@ async def test_a_request_goes_on_without_a_disk_that_does_not_answer(
             await cache.check_invariants()
         finally:
             go_on()
+
+
+async def test_a_request_that_begins_again_after_its_load_from_the_host_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_loads, "GRACE_S", 0.01)
+    calls = FaultyFileCalls()
+    config = disk_config(tmp_path, host=True, load_timeout_s=0.05).model_copy(update={"ghost": GhostConfig()})
+    async with opened(config, calls) as cache:
+        await twice(cache, PROMPT)
+        await demote(cache)
+        await cache.evict(10**6, tier="host")
+        await compute(cache, PROMPT[: 3 * PAGE])
+        await demote(cache)
+        before = await cache.stats()
+        go_on = calls.stall("preadv")
+        try:
+            assert await found(cache, PROMPT) == 3 * PAGE, "the host's pages are in the pool now"
+        finally:
+            go_on()
+
+        after, (namespace,) = await cache.stats(), cache.report().namespaces
+        assert after.tokens_requested - before.tokens_requested == ALL
+        assert after.tokens_reused - before.tokens_reused == 3 * PAGE
+        assert after.host is not None and before.host is not None
+        assert (after.host.tokens_loaded, after.host.tokens_loaded_unused) == (before.host.tokens_loaded, 3 * PAGE)
+        assert after.disk is not None and after.ghost is not None
+        loaded = after.host.tokens_loaded + after.disk.tokens_loaded
+        assert (namespace.tokens_reused, namespace.tokens_loaded) == (after.tokens_reused, loaded)
+        alone = (after.tokens_reused - loaded) / after.tokens_requested
+        assert after.ghost.hit_rate_at(after.num_slots) == pytest.approx(alone), "estimates are of the pool alone"
+        await cache.check_invariants()
 
 
 # ---------------------------------------------------------------- answers and statistics

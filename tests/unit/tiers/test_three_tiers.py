@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from support.caches.small_kv_cache import publish
 
+from raydix.actors.observe.namespace_hits import NamespaceUse
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.leases.lease_table import TIERS
 from raydix.cache_core.tiers.moves import Moves, check_all
@@ -160,3 +161,32 @@ def test_a_session_that_ends_after_its_load_was_given_up_leaves_nothing(three: T
 
     three.check()
     assert three.device_cache.free_slots == 64 and len(three.device_cache.leases) == 0
+
+
+@pytest.mark.parametrize("end", ["give up", "retire"])
+def test_a_request_that_begins_again_after_its_first_load_counts_nothing_of_it(three: Three, end: str) -> None:
+    tokens = list(range(1, 9))
+    put(three.host_cache, tokens[:4])
+    put(three.disk_cache, tokens)
+    uses = NamespaceUse()
+    three.device_cache.observers.append(uses)
+    lease = three.device_cache.acquire("a", "s", RadixKey(tokens))
+    first = three.host.plan_load(lease)
+    assert first is not None
+    three.host.finish(first, first.num_pages)
+    second = three.disk.plan_load(lease)
+    assert second is not None
+    counters = three.device_cache.counters
+    assert (counters.hits, counters.tokens_reused, three.host.counts.loaded) == (1, 4, 4)
+
+    if end == "give up":
+        three.disk.give_up(second)
+    else:
+        three.device_cache.retire(lambda name: True)
+        assert three.disk.finish(second, second.num_pages).must_restart
+
+    three.check()
+    assert (counters.acquires, counters.hits, counters.tokens_requested, counters.tokens_reused) == (0, 0, 0, 0)
+    assert (three.host.counts.loaded, three.host.counts.loaded_unused) == (0, 4)
+    assert uses.tokens_loaded == 0
+    assert all(stats.tokens_reused == stats.tokens_loaded == 0 for stats in uses.stats(9))
