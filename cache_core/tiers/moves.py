@@ -117,6 +117,7 @@ class Moves:
         self._walk: VictimWalk | None = None
         self._num_passed = 0
         self._put_off: deque[TreeNode] = deque()
+        self._of_round: set[Move] = set()  # writes in flight that the present round has begun
         self._num_below: dict[int, int] = {}  # id of a node: its children that the round has passed
         # id of a node that the lower tier has, or `~` if it refused the node: last use at that time; of two rounds
         self._covered: dict[int, int] = {}
@@ -137,14 +138,14 @@ class Moves:
         after each use of the node.
         """
         plan, budget = list[Move](), self.batch_pages
-        wanted, again = reserve - self.upper.cache.free_slots, len(self._put_off)
+        again = len(self._put_off)
         for _ in range(_STEPS):
             if again:
                 again -= 1
                 node = self._put_off.popleft()
             elif len(self._put_off) >= _MOST_PUT_OFF:
                 break
-            elif self._num_passed >= wanted or (next_node := self._next_leaf()) is None:
+            elif self._has_enough(reserve) or (next_node := self._next_leaf()) is None:
                 if self._put_off:
                     break
                 self._end_round()
@@ -206,6 +207,14 @@ class Moves:
                 return Plan(plan, False)
         return Plan(plan, is_ahead)
 
+    def _has_enough(self, reserve: int) -> bool:
+        """Return whether so many slots are free, were passed in this round, or are being written."""
+        found = self.upper.cache.free_slots + self._num_passed + sum(len(node) for node in self._put_off)
+        # The walk does not meet nodes that writes of earlier rounds lock.
+        before = (move for move in self._in_flight if move not in self._of_round)
+        locked = {move.source.node for move in before if not (move.is_load or move.has_let_go)}
+        return found + sum(map(len, locked)) >= reserve
+
     def _next_leaf(self) -> TreeNode | None:
         """Return the leaf that would be evicted next after the leaves of this round; None at the end."""
         if self._walk is None or self._walk.is_stale:
@@ -220,6 +229,7 @@ class Moves:
     def _begin_walk(self) -> None:
         self._walk, self._num_passed = self.upper.cache.radix.walk(), 0
         self._num_below.clear()
+        self._of_round.clear()
 
     def ask_again(self) -> None:
         """Ask the lower tier about all nodes again: it takes pages of more namespaces now."""
@@ -231,6 +241,7 @@ class Moves:
         """Let the next plan begin with the coldest leaf again."""
         self._walk, self._num_passed = None, 0
         self._num_below.clear()
+        self._of_round.clear()
         self._covered_before, self._covered = self._covered, {}
 
     def _cover(self, node: TreeNode, plan: list[Move], budget: int) -> int:
@@ -282,6 +293,7 @@ class Moves:
             self._covered[asked.id] = ~asked.own_access_time
         else:
             plan.append(move)
+            self._of_round.add(move)
             if move.stop < found.node.end:
                 self._put_off.append(asked)
         return max(1, num_pages, num_spent)  # A move of a state alone has no pages.
@@ -618,6 +630,7 @@ class Moves:
         """
         assert move in self._in_flight, "the move has ended"
         del self._in_flight[move]
+        self._of_round.discard(move)
         self._num_loads -= move.is_load
         is_whole = (is_whole is not False) and num_pages >= move.num_pages
         num_pages = min(num_pages, move.num_pages)

@@ -167,6 +167,24 @@ def test_the_lower_tier_is_asked_once_about_each_use_of_a_leaf(pair: Pair, monke
     assert moves.counts.written == 20 * 5 * 2
 
 
+@pytest.mark.parametrize("has_let_go", [False, True])
+def test_what_is_being_written_counts_for_the_reserve(pair: Pair, has_let_go: bool) -> None:
+    moves = pair(device=32)
+    moves.batch_pages = 4
+    for number in range(3):
+        publish(moves.upper.cache, *range(10 * number, 10 * number + 8))
+
+    writes = [move for _ in range(6) for move in moves.plan_demotion(8 + 16).moves]
+    if has_let_go:
+        for move in writes:
+            moves.let_go(move)
+    assert [move for _ in range(6) for move in moves.plan_demotion(8 + 16).moves] == []
+    assert [move.num_tokens for move in writes] == [8, 8], "the hottest prompt is not among them"
+    for move in writes:
+        moves.finish(move, move.num_pages)
+    assert moves.plan_demotion(8 + 16) == ([], True)
+
+
 def test_a_batch_is_bounded_and_a_long_leaf_goes_in_parts(pair: Pair) -> None:
     moves = pair(device=1600, host=1600)
     moves.batch_pages = 4
