@@ -324,6 +324,7 @@ class DiskTier:
 
         options = {"write_mib_s": self.config.write_mib_s, "buffer_bytes": self._buffer_bytes, "clock": self._clock}
         self._writer = writer = DiskWriter(open_store, partial(_settle, opened), pool, **options)  # type: ignore[arg-type]
+        writer.on_free = self.wake
         found = await opened
         if isinstance(found, Exception):
             writer.close()

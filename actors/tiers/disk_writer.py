@@ -1,4 +1,4 @@
-"""`DiskWriter`: the threads that copy pages to buffers and write them to a disk, and that keep its index."""
+"""`DiskWriter`: the threads that copy pages to buffers, that write them to a disk, and that keep its index."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ class Write:
     Attributes:
         records: by kind.
         gathered: called on the event loop when the pages were copied, or will not be: they may be unlocked.
+        free: called on the event loop when the buffer is not needed any more.
         done: called on the event loop when the write has ended.
         source: the pool of the pages.
         is_cancelled: it ends before the next chunk is copied, if not all are.
@@ -76,30 +77,33 @@ class Write:
 
     records: Mapping[Kind, Records]
     gathered: Callable[[], object]
+    free: Callable[[], object]
     done: Callable[[Written], object]
     source: PageRecords
     is_cancelled: bool = False
     buffer: Rows | None = None
     rows: list[IndexRow] = field(default_factory=list)
+    error: DiskError | None = None  # of the records, which have no rows then
 
 
 class _Work(NamedTuple):
-    """Work on the store, in the writer's thread."""
+    """Work on the store, in the thread of the index."""
 
     task: Callable[[DiskStore], Any]
     done: Callable[[Done], object]
 
 
 class DiskWriter:
-    """Writes pages to a disk, and works on its index, in order, in a thread of its own.
+    """Writes pages to a disk, and works on its index, in order. It has three threads, so that none waits for the others.
 
-    A second thread copies the pages of a write to one of two buffers, and sums them. From then on no page of the pool
-    is needed, so none is locked while the disk is written. The records are written, then their rows are committed.
+    The first one copies the pages of a write to one of two buffers, and sums them. From then on no page of the pool is
+    needed, so none is locked while the disk is written. The second one writes the records, which frees the buffer, and
+    the third one commits their rows.
 
     All methods are called on the event loop, and so are the callbacks.
 
     Args:
-        open_store: opens the store, in the writer's thread.
+        open_store: opens the store, in the thread of the index.
         opened: called when it is open, or with the error. After an error, the writer does nothing.
         pool: of the first tier. All tiers above the disk have records of its sizes.
         write_mib_s: MiB of writes a second; None: without a limit.
@@ -108,6 +112,7 @@ class DiskWriter:
 
     Attributes:
         buffer_bytes: that the records of a write may take, with their padding.
+        on_free: called when a buffer is free again.
     """
 
     def __init__(
@@ -121,15 +126,17 @@ class DiskWriter:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.buffer_bytes = buffer_bytes
+        self.on_free: Callable[[], object] = lambda: None
         self._cap, self._clock = WriteCap(write_mib_s), clock
         self._free = deque(aligned_bytes(buffer_bytes) for _ in range(2))
         self._writes: set[Write] = set()
         self._is_closed = False
         self._threads = _Threads(PageRecords(pool), asyncio.get_running_loop())
-        names = ("raydix-disk-copier", "raydix-disk-writer")
+        names = ("raydix-disk-copier", "raydix-disk-writer", "raydix-disk-index")
         targets: tuple[Callable[[], None], ...] = (
             self._threads.copy,
-            lambda threads=self._threads: threads.write(open_store, opened),  # type: ignore[misc]
+            self._threads.write,
+            lambda threads=self._threads: threads.commit(open_store, opened),  # type: ignore[misc]
         )
         self._running = [
             threading.Thread(target=target, name=name, daemon=True) for target, name in zip(targets, names, strict=True)
@@ -174,14 +181,17 @@ class DiskWriter:
             raise ValueError(f"records must take {self.buffer_bytes:,} bytes at most, not {num_bytes:,}")
         self._cap.charge(num_bytes, self._clock())
 
-        def end(written: Written) -> None:
-            self._writes.discard(write)
+        def free() -> None:
             assert write.buffer is not None
             self._free.append(write.buffer)
             write.buffer = None
+            self.on_free()
+
+        def end(written: Written) -> None:
+            self._writes.discard(write)
             done(written)
 
-        write = Write(records, gathered, end, source or self._threads.pool, buffer=self._free.popleft())
+        write = Write(records, gathered, free, end, source or self._threads.pool, buffer=self._free.popleft())
         self._writes.add(write)
         self._threads.to_copy.put(write)
         return write
@@ -194,7 +204,7 @@ class DiskWriter:
         write.is_cancelled = True
 
     def submit(self, task: Callable[[DiskStore], Any], done: Callable[[Done], object]) -> None:
-        """Do work on the store in the writer's thread, behind all work before and the writes that are copied."""
+        """Do work on the store in the thread of the index, behind all work before and the writes that are copied."""
         if self._is_closed:
             asyncio.get_running_loop().call_soon(done, Done(None, DiskError("the disk is closed")))
             return
@@ -222,11 +232,13 @@ class DiskWriter:
 
 
 class _Threads:
-    """The work of the two threads. They know no `DiskWriter`, so that one that is dropped without being closed ends."""
+    """The work of the three threads. They know no `DiskWriter`, so that one that is dropped without being closed ends."""
 
     def __init__(self, pool: PageRecords, loop: asyncio.AbstractEventLoop) -> None:
         self.to_copy: SimpleQueue[Write | None] = SimpleQueue()
         self.to_write: SimpleQueue[Write | _Work | None] = SimpleQueue()
+        self.to_commit: SimpleQueue[Write | _Work | None] = SimpleQueue()
+        self.opened: SimpleQueue[DiskStore | None] = SimpleQueue()  # the store, once; None: there is none
         self.pool = pool
         self._loop = loop
 
@@ -253,6 +265,7 @@ class _Threads:
             if is_whole:
                 self.to_write.put(write)
             else:
+                self._post(write.free)
                 self._post(write.done, Written([], error))
             del write  # the thread keeps no buffer while it waits
         self.to_write.put(None)
@@ -288,19 +301,47 @@ class _Threads:
 
     # ---------------------------------------------------------------- the writer
 
-    def write(self, open_store: Callable[[], DiskStore], opened: Callable[[DiskStore | Exception], object]) -> None:
-        """Open the store, do all writes and work in order, and close the store."""
+    def write(self) -> None:
+        """Write the records of each write, and pass all on to the index, in order."""
+        store = self.opened.get()
+        while (item := self.to_write.get()) is not None:
+            if isinstance(item, Write):
+                if store is not None:
+                    self._write(store, item)
+                self._post(item.free)
+            self.to_commit.put(item)
+            del item  # the thread keeps no buffer while it waits
+        self.to_commit.put(None)
+
+    def _write(self, store: DiskStore, write: Write) -> None:
+        try:
+            for kind, rows in self._parts(write):
+                numbers = np.array([row.record for row in write.records[kind].rows], np.int64)
+                store.files[kind].write(numbers, rows)
+            store.note(write.rows)
+        except DiskError as error:
+            write.error = error
+        except Exception as failure:
+            logger.exception("a write failed")
+            write.error = DiskError(f"writing failed: {type(failure).__name__}: {failure}")
+
+    # ---------------------------------------------------------------- the index
+
+    def commit(self, open_store: Callable[[], DiskStore], opened: Callable[[DiskStore | Exception], object]) -> None:
+        """Open the store, commit the rows of writes and do all work in order, and close the store."""
         try:
             store = open_store()
         except Exception as error:  # reported to the caller
+            self.opened.put(None)
             self._post(opened, error)
             self._refuse(error)
             return
+        self.opened.put(store)
         self._post(opened, store)
         try:
-            while (item := self.to_write.get()) is not None:
+            while (item := self.to_commit.get()) is not None:
                 if isinstance(item, Write):
-                    self._post(item.done, self._written(store, item))
+                    self._post(item.done, _committed(store, item))
                 else:
                     self._post(item.done, _done(store, item.task))
                 del item
@@ -313,28 +354,22 @@ class _Threads:
     def _refuse(self, error: Exception) -> None:
         """Answer all requests with an error: there is no store."""
         refusal = DiskError(f"the disk is not open: {error}")
-        while (item := self.to_write.get()) is not None:
+        while (item := self.to_commit.get()) is not None:
             self._post(item.done, Written([], refusal) if isinstance(item, Write) else Done(None, refusal))
-
-    def _written(self, store: DiskStore, write: Write) -> Written:
-        """Write records, then commit their rows."""
-        try:
-            for kind, rows in self._parts(write):
-                numbers = np.array([row.record for row in write.records[kind].rows], np.int64)
-                store.files[kind].write(numbers, rows)
-            store.note(write.rows)
-            return Written(store.index.commit(write.rows))
-        except DiskError as error:
-            return Written([], error)
-        except Exception as failure:
-            logger.exception("a write failed")
-            return Written([], DiskError(f"writing failed: {type(failure).__name__}: {failure}"))
 
     def _post(self, callback: Callable[..., object], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:  # the loop is closed
             logger.exception("the end of work on a disk could not be reported")
+
+
+def _committed(store: DiskStore, write: Write) -> Written:
+    """Commit the rows of a write."""
+    if write.error is not None:
+        return Written([], write.error)
+    done = _done(store, lambda store: store.index.commit(write.rows))
+    return Written(done.result or [], done.error)
 
 
 def _done(store: DiskStore, task: Callable[[DiskStore], Any]) -> Done:
