@@ -15,7 +15,7 @@ from raydix.cache_core.tiers.page_records import Kind
 
 logger = logging.getLogger(__name__)
 
-_NUM_READERS = 2
+NUM_READERS = 2
 
 
 class DiskReaders:
@@ -40,7 +40,7 @@ class DiskReaders:
     def open(self, pool: KVPool | RecordPool, store: DiskStore) -> float:
         """Start the threads; return the bytes that they read for a token."""
         self._store = store
-        self._copies = [DiskCopies(pool, store) for _ in range(_NUM_READERS)]
+        self._copies = [DiskCopies(pool, store) for _ in range(NUM_READERS)]
         self.copiers = [self.make_copier(copies) for copies in self._copies]
         return sum(file.stride for kind, file in store.files.items() if kind != "state") / pool.layout.page_size
 

@@ -7,9 +7,9 @@ import logging
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fcntl import F_GETFL, F_SETFL, fcntl
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ _MOST_BUFFERS = 1024  # buffers of one call: IOV_MAX
 DirectIO = Literal["auto", "on", "off"]
 Rows = NDArray[np.uint8]  # `[number, stride]`, a record in each row, padded to whole blocks
 Numbers = NDArray[np.int64]
+_Call = Callable[[int, Sequence[Any], int], int]  # (file, buffers, place) -> number of bytes
 
 
 def stride_of(record_bytes: int) -> int:
@@ -107,7 +108,7 @@ class RecordFile:
             DiskError: any of the records may have been written in part.
         """
         for first, buffers in self._runs(numbers, rows):
-            self._transfer("writing", first, buffers)
+            self._transfer(self._calls.pwritev, "writing", first, buffers)
 
     def read(self, numbers: Numbers, rows: Rows) -> None:
         """Read records.
@@ -120,17 +121,19 @@ class RecordFile:
             DiskError: none of the rows counts as read.
         """
         for first, buffers in self._runs(numbers, rows):
-            self._transfer("reading", first, buffers)
+            self._transfer(self._calls.preadv, "reading", first, buffers)
 
-    def _transfer(self, doing: str, first: int, buffers: list[Rows]) -> None:
-        call = self._calls.preadv if doing == "reading" else self._calls.pwritev
-        doing = f"{doing} {counted(len(buffers), 'record')} of {self.name} from record {first}"
+    def _transfer(self, call: _Call, doing: str, first: int, buffers: list[Rows]) -> None:
         try:
             done = call(self._fd, buffers, (first - 1) * self.stride)
         except OSError as error:
-            raise disk_error(error, doing) from error
+            raise disk_error(error, self._name_of(doing, first, buffers)) from error
         if done != len(buffers) * self.stride:
+            doing = self._name_of(doing, first, buffers)
             raise ShortTransfer(f"{doing} ended after {done:,} of {len(buffers) * self.stride:,} bytes")
+
+    def _name_of(self, doing: str, first: int, buffers: list[Rows]) -> str:
+        return f"{doing} {counted(len(buffers), 'record')} of {self.name} from record {first}"
 
     def _runs(self, numbers: Numbers, rows: Rows) -> Iterator[tuple[int, list[Rows]]]:
         """Yield the calls to make: a number, and the rows of the records from there on, neighbours in the file."""

@@ -122,15 +122,7 @@ class RecordCopies:
                 if len(runs) > _MANY_RUNS:
                     _copy_by_index(tensor[:, part], segments, found, of_part, to_records=to_records)
                     continue
-                for row, record, length in runs:
-                    in_tensor = tensor[row : row + length, part]
-                    in_records = segments[record : record + (length - 1) * step + 1 : step]
-                    target, source = (in_records, in_tensor) if to_records else (in_tensor, in_records)
-                    if target.device.type == "cpu":
-                        # torch would share the copy among threads that an engine keeps busy.
-                        np.copyto(target.numpy(), source.numpy())
-                    else:
-                        target.copy_(source)
+                _copy_runs(tensor[:, part], segments, runs, step, to_records=to_records)
 
     def _copy_staged(self, staging: torch.Tensor, rows: Ids, parts: Ids, records: Ids, *, to_records: bool) -> None:
         """Copy records in ascending order, as many as are staged at most."""
@@ -159,6 +151,21 @@ def find_runs(rows: Ids, records: Ids, step: int) -> Runs:
         (int(rows[start]), int(records[start]), end - start)
         for start, end in zip(starts, [*starts[1:], len(rows)], strict=True)
     ]
+
+
+def _copy_runs(rows: torch.Tensor, segments: torch.Tensor, runs: Runs, step: int, *, to_records: bool) -> None:
+    """Copy runs of rows to records or back, on one device."""
+    is_host = rows.device.type == "cpu"
+    # torch would share the copy among threads that an engine keeps busy.
+    all_rows, all_records = (rows.numpy(), segments.numpy()) if is_host else (rows, segments)
+    for row, record, length in runs:
+        in_rows = all_rows[row : row + length]
+        in_records = all_records[record : record + (length - 1) * step + 1 : step]
+        target, source = (in_records, in_rows) if to_records else (in_rows, in_records)
+        if is_host:
+            np.copyto(target, source)
+        else:
+            target.copy_(source)
 
 
 def _in_pieces(records: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -40,6 +40,7 @@ class FaultyFileCalls(FileCalls):
         self.free: int | None = None
         self._faults: dict[str, dict[int, Fault]] = {}
         self._shortened: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     # ---------------------------------------------------------------- faults
 
@@ -68,8 +69,9 @@ class FaultyFileCalls(FileCalls):
 
     def meet(self, name: str) -> None:
         """Count a call, and do what is planted before it."""
-        number = self.counts[name]
-        self.counts[name] += 1
+        with self._lock:
+            number = self.counts[name]
+            self.counts[name] += 1
         if fault := self._faults.get(name, {}).get(number):
             fault()
 

@@ -21,6 +21,7 @@ from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.pool_pages import LAYOUTS, contents, random_pool
 from support.tiers.small_disk import result_of
 
+from raydix.actors.tiers import disk_copies
 from raydix.actors.tiers.copier import Copied, Copier
 from raydix.actors.tiers.disk_copies import DiskCopies
 from raydix.actors.tiers.disk_errors import (
@@ -243,6 +244,52 @@ async def test_a_load_ends_before_a_damaged_record(pool: Pool, tmp_path: Path) -
         assert damaged.value.numbers == (numbers[2],)
 
 
+async def test_two_threads_share_a_load(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_copies, "PART_BYTES", 1)
+    calls = FaultyFileCalls()
+    async with opened(pool, tmp_path, calls) as disk:
+        batch = a_batch(pool, await disk.space(), Random(8), 10)
+        await disk.write(batch)
+        wanted, page = contents(pool)["full"], PageRecords(pool).page_size
+        starts, numbers = batch["full"].starts, np.array([row.record for row in batch["full"].rows])
+        pool.storage.zero_()
+        copies, before, done = DiskCopies(pool, await disk.store), calls.counts["preadv"], threading.Event()
+        let_pass = calls.stall("preadv")
+
+        def load() -> None:
+            copies.load(CopyPlan(starts, numbers * page), 0, len(starts))
+            done.set()
+
+        threading.Thread(target=load, daemon=True).start()
+        await until(lambda: calls.counts["preadv"] - before == len(starts))
+        assert not done.is_set(), "the pages of a load are not its own until both threads have ended"
+        let_pass()
+        await until(done.is_set)
+        found = contents(pool)["full"]
+        assert all(found[start // page] == wanted[start // page] for start in starts.tolist())
+        copies.close()
+
+
+@pytest.mark.parametrize("skipped", range(4))
+async def test_a_load_fails_in_whichever_thread_it_does(
+    skipped: int, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_copies, "PART_BYTES", 1)
+    calls = FaultyFileCalls()
+    async with opened(pool, tmp_path, calls) as disk:
+        batch = a_batch(pool, await disk.space(), Random(9), 10)
+        await disk.write(batch)
+        numbers = np.array([row.record for row in batch["full"].rows]) * PageRecords(pool).page_size
+        copies, plan = DiskCopies(pool, await disk.store), CopyPlan(batch["full"].starts, numbers)
+        calls.fail("preadv", errno.EIO, skipped)
+        with pytest.raises(DiskFailed, match="reading 1 record of pages.bin from record"):
+            copies.load(plan, 0, len(numbers))
+        copies.load(plan, 0, len(numbers))
+        copies.close()
+        with pytest.raises(DiskError, match="the disk is closed"):
+            copies.load(plan, 0, 1)
+
+
 def test_pools_with_other_records_are_refused(pool: Pool, tmp_path: Path) -> None:
     store = store_of(pool, tmp_path)
     with pytest.raises(ValueError, match="store must have records of the pool's sizes in bytes"):
@@ -276,6 +323,21 @@ async def test_pages_are_not_needed_while_the_disk_is_written(pool: Pool, tmp_pa
         found = await disk.work(read_back)
     kept = wanted.keys() - expected(pool, others).keys()
     assert len(kept) > 6 and all(found[key] == wanted[key] for key in kept)
+
+
+async def test_a_buffer_is_free_when_its_records_are_written(pool: Pool, tmp_path: Path) -> None:
+    calls, freed = FaultyFileCalls(), list[bool]()
+    async with opened(pool, tmp_path, calls) as disk:
+        space = await disk.space()
+        disk.writer.on_free = lambda: freed.append(disk.writer.may_write)
+        let_pass = calls.stall("BEGIN")
+        writes = [disk.start(a_batch(pool, space, Random(number), 1))[1] for number in range(2)]
+        await until(lambda: len(freed) == 2)
+        writes.append(disk.start(a_batch(pool, space, Random(2), 1))[1])
+        await until(lambda: len(freed) == 3)
+        assert all(freed) and not any(written.done() for written in writes), "their rows are not committed"
+        let_pass()
+        assert all([(await written).rows for written in writes])
 
 
 async def test_rows_follow_their_records(pool: Pool, tmp_path: Path) -> None:
