@@ -21,8 +21,7 @@ from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.page_records import KINDS, Kind, PageRecords
 from raydix.cache_core.tiers.record_keeper import RecordKeeper
 from raydix.cache_core.tiers.tier import Tier
-from raydix.cache_core.tree.page_hashes import chain_hashes
-from raydix.cache_core.tree.tree_node import TreeNode
+from raydix.cache_core.tree.page_hashes import path_hashes
 
 logger = logging.getLogger(__name__)
 
@@ -323,8 +322,11 @@ class DiskWrites:
     def _add(self, parts: _Parts, move: Move, space: int) -> None:
         """Add the records of a move, and their rows."""
         page = self._page
-        digests = _path_digests(move.source.node, page)
-        first, live_from = move.first // page, move.stop // page - len(move.target_windows)
+        first, stop = move.first // page, move.stop // page
+        live_from = stop - len(move.target_windows)
+        above = max(0, min(first, live_from, stop - 1) - 1)  # The parent of the first page is needed, too.
+        hashes = path_hashes(move.source.node, page, above, stop)
+        digests = dict(enumerate(map(bytes.fromhex, hashes), start=above))
         key, unit = move.key, move.key.unit * page
         for place, start in enumerate(move.target_starts.tolist(), start=first):
             ids, parent = key.data[place * unit : (place + 1) * unit], digests[place - 1] if place else None
@@ -336,8 +338,8 @@ class DiskWrites:
         parts.starts["full"].append(move.source_starts)
         parts.starts["swa"].append(move.source_windows)
         if move.source_state is not None:
-            last = move.stop // page - 1
-            parts.rows["state"].append(IndexRow("state", move.target_states[0], space, last + 1, digests[last], b""))
+            row = IndexRow("state", move.target_states[0], space, stop, digests[stop - 1], b"")
+            parts.rows["state"].append(row)
             parts.starts["state"].append(np.array([move.source_state], np.int64))
 
     # ---------------------------------------------------------------- ends
@@ -398,13 +400,3 @@ class DiskWrites:
     def after_writes(self, resume: Callable[[], object]) -> None:
         """Call `resume` once, when no page of the pool is locked by a write any more."""
         self._after_writes.append(resume)
-
-
-def _path_digests(node: TreeNode, page_size: int) -> list[bytes]:
-    """Return the digests of all pages on the path to a node."""
-    parts: list[list[str]] = []
-    while node.data:
-        parts.append(chain_hashes(node, page_size))
-        assert node.parent is not None
-        node = node.parent
-    return [bytes.fromhex(digest) for digests in reversed(parts) for digest in digests]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 
 import numpy as np
 
@@ -11,9 +10,8 @@ from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 from raydix.cache_core.tiers.second_use import SecondUse
 from raydix.cache_core.tree.hashing import int64s
-from raydix.cache_core.tree.page_hashes import chain_hashes
+from raydix.cache_core.tree.page_hashes import path_hashes
 from raydix.cache_core.tree.radix_key import RadixKey
-from raydix.cache_core.tree.tree_node import TreeNode
 
 
 class UseCounter:
@@ -82,20 +80,11 @@ class UseCounter:
         salt = None if lease.resumed or stop <= first else self._salt_of(lease.key.extra_key)
         if salt is None:
             return
-        known = self._uses.count(int64s(self._digests(lease.node, first, stop)), salt)
+        hashes = path_hashes(lease.node, self._cache.page_size, first, stop)
+        known = self._uses.count(int64s([bytes.fromhex(digest[:16]) for digest in hashes]), salt)
         num_known = int(np.count_nonzero(known))
         self.num_uses += len(known)
         self.num_first_uses += len(known) - num_known
         leading = num_known if num_known == len(known) else int(np.argmin(known))
         if leading:
             self._on_due(self._cache.tree_key(lease.key)[: (first + leading) * self._cache.page_size])
-
-    def _digests(self, node: TreeNode, first: int, stop: int) -> list[bytes]:
-        """Return the first 64 bits of the digests of pages [first, stop) on the path to a node."""
-        page, parts = self._cache.page_size, list[list[str]]()
-        while node.data and node.end > first * page:
-            begin = (node.end - len(node)) // page
-            parts.append(chain_hashes(node, page)[max(0, first - begin) : max(0, stop - begin)])
-            assert node.parent is not None
-            node = node.parent
-        return [bytes.fromhex(digest[:16]) for digest in chain.from_iterable(reversed(parts))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from raydix.cache_core.tree.hashing import hash_page, namespace_seed
 from raydix.cache_core.tree.tree_node import TreeNode
 
@@ -29,3 +31,14 @@ def chain_hashes(node: TreeNode, page_size: int) -> list[str]:
             hashes.append(prior.hex())
         below.hash_values = hashes
     return chain[0].hash_values or []
+
+
+def path_hashes(node: TreeNode, page_size: int, first: int, stop: int) -> list[str]:
+    """The hex digests of pages [first, stop) on the path to `node`. O(pages), if they are kept."""
+    parts: list[list[str]] = []
+    while node.data and node.end > first * page_size:
+        begin = (node.end - len(node)) // page_size
+        parts.append(chain_hashes(node, page_size)[max(0, first - begin) : max(0, stop - begin)])
+        assert node.parent is not None
+        node = node.parent
+    return list(chain.from_iterable(reversed(parts)))
