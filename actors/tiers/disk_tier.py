@@ -58,6 +58,7 @@ READY, STALLED, CLOSED = "ready", "stalled", "closed"
 _BUILT_AT_ONCE = 32  # pages that one slice puts into the tree: about 1 ms
 _ROWS_AT_ONCE, _RECORDS_AT_ONCE = 1024, 16_384  # read by one task of the writer
 _DELETED_AT_ONCE = 1024  # rows that one commit deletes
+_EVICTED_AT_ONCE = 256  # records of a kind that one slice evicts: 0.5 ms
 _FREE_SHARE = 0.01  # of the records, kept free
 _RETRY_S = 1.0  # after a commit or a write that failed
 
@@ -441,10 +442,14 @@ class DiskTier:
         for namespace, arity in to_bind.items():
             if namespace in self._salts and (models := self._models_of(namespace)) is not None:
                 self._bind(namespace, models, arity)
-        for namespace in dict.fromkeys(space.namespace for space in self.spaces):
-            if namespace not in self._salts and (models := self._models_of(namespace)) is not None:
-                if any((space.namespace, space.models) == (namespace, models) for space in self.spaces):
-                    self._bind(namespace, models, 0)
+        models_of = {
+            name: self._models_of(name) for name in {space.namespace for space in self.spaces} - self._salts.keys()
+        }
+        found = {
+            space.namespace: space.models for space in self.spaces if space.models == models_of.get(space.namespace)
+        }
+        for namespace, models in found.items():
+            self._bind(namespace, models, 0)
 
     def _has_other_models(self, namespace: str | None) -> bool:
         """Return whether the pages of a namespace were written as those of other models than are bound now."""
@@ -452,20 +457,20 @@ class DiskTier:
         return space is not None and space.models != self._models_of(namespace)
 
     def note_namespace(self, key: RadixKey) -> None:
-        """Bind the models of a namespace that has no space, for a lease that has begun."""
+        """Bind the models of a namespace that has no space, for a lease that has begun with a request's key."""
         namespace = key.extra_key
         if namespace in self._salts:
             return
-        models = self._models_of(namespace)
+        models, arity = self._models_of(namespace), self.tier.cache.tree_key(key[:2]).arity
         if models is None:
             self._warn_unbound(namespace)
         elif self.is_instant:
             self._salts[namespace] = next(self._serials)
         elif self._state == READY:
-            self._bind(namespace, models, key.arity)
+            self._bind(namespace, models, arity)
         else:  # Uses count from now on; pages are written when the disk is ready.
             self._salts[namespace] = next(self._serials)
-            self._to_bind[namespace] = key.arity
+            self._to_bind[namespace] = arity
 
     def note_change(self) -> None:
         """Look at the reserve of the lowest tier in memory soon, as pages were published or unlocked."""
@@ -545,7 +550,7 @@ class DiskTier:
         if self._is_building and not has_more:
             self.writes.ask_again()
         self._is_building = has_more
-        self._keep_free()
+        has_more |= self._keep_free()
         self._delete_leaving()
         if self._clock() >= self._paused_until and self.may_begin():
             self.writes.begin(self._writer, self._space_of)
@@ -579,20 +584,27 @@ class DiskTier:
         self.wake()
         self._on_change()
 
-    def _keep_free(self) -> None:
-        """Evict so that the next writes find records: dormant ones first."""
+    def _keep_free(self) -> bool:
+        """Evict so that the next writes find records: dormant ones first. Return whether this slice has left some."""
         cache, page = self.tier.cache, self._page
-        missing = self._missing("full", cache.free_slots)
-        if missing > 0:
-            pages = -(-missing // page)
+        most, before = _EVICTED_AT_ONCE * page, sum(keeper.num_leaving for keeper in self.keepers.values())
+        missing = [self._missing("full", cache.free_slots)]
+        if missing[-1] > 0:
+            pages = -(-min(missing[-1], most) // page)
             left = pages - self.spaces.drop_dormant(pages)
             if left > 0:
                 cache.evict(left * page, "watermark")
-        if (swa := cache.allocator.swa) is not None and (missing := self._missing("swa", swa.available_size())) > 0:
-            cache.evict_window(missing)
+        if (swa := cache.allocator.swa) is not None:
+            missing.append(self._missing("swa", swa.available_size()))
+            if missing[-1] > 0:
+                cache.evict_window(min(missing[-1], most))
         if (states := cache.pools.states) is not None:
-            if (missing := self._missing("state", states.available_size())) > 0:
-                cache.evict_states(missing)
+            missing.append(self._missing("state", states.available_size()) * page)
+            if missing[-1] > 0:
+                cache.evict_states(min(missing[-1], most) // page)
+        # Nothing more is evicted while all is locked: the end of a load wakes the disk.
+        has_evicted = sum(keeper.num_leaving for keeper in self.keepers.values()) > before
+        return has_evicted and max(missing) > most
 
     def _missing(self, kind: Kind, num_free: int) -> int:
         """Return how many slots of a kind are to be evicted."""
@@ -824,7 +836,7 @@ class _Namespaces(_Retirements):
     def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
         """Bind the models of the lease's namespace, if it is new."""
         if lease.session_id != TIERS:
-            self._disk.note_namespace(self._disk.tier.cache.tree_key(lease.key[:2]))
+            self._disk.note_namespace(lease.key)
 
     def published(self, lease: LeaseRecord) -> None:
         """Look at the pool's reserve."""

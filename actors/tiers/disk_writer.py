@@ -232,7 +232,7 @@ class DiskWriter:
 
 
 class _Threads:
-    """The work of the three threads. They know no `DiskWriter`, so that one that is dropped without being closed ends."""
+    """The work of the three threads. They know no `DiskWriter`: one that is dropped without being closed ends."""
 
     def __init__(self, pool: PageRecords, loop: asyncio.AbstractEventLoop) -> None:
         self.to_copy: SimpleQueue[Write | None] = SimpleQueue()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from raydix.cache_core.tree.page_hashes import path_hashes
 logger = logging.getLogger(__name__)
 
 MOST_PAGES = 256  # of one write: their rows take about 1 ms of the loop
+_LOOKED_AT = 16  # due prefixes that one slice looks up: about 1 ms
 _MOST_DUE = 4096  # prefixes that wait to be written
 _MOST_DUE_BYTES = 64 * 2**20  # of their token ids
 
@@ -109,6 +110,9 @@ class DiskWrites:
         self._page = all_moves[0].lower.cache.page_size
         self._due: OrderedDict[tuple[str | None, bytes], RadixKey] = OrderedDict()  # the one used last comes last
         self._due_bytes = 0
+        self._num_due = Counter[str | None]()  # namespace -> its due prefixes
+        self._has_more = False  # whether due prefixes were not looked at, as a slice has ended
+        self._elsewhere: list[RadixKey] = []  # due prefixes that lie in another tier than the batch in the making
         self._blocked: list[RadixKey] = []  # due prefixes of which a part is being written
         self._batches: set[_Batch] = set()
         self._after_writes: list[Callable[[], object]] = []
@@ -131,8 +135,11 @@ class DiskWrites:
 
     @property
     def may_look_on(self) -> bool:
-        """Whether a part of the reserve was not looked at, and no write is in flight, of which the end says more."""
-        return not (self.is_ahead or self._batches)
+        """Whether a slice has left due prefixes, or a part of the reserve while no write is in flight.
+
+        The end of a write says more of the reserve.
+        """
+        return self._has_more or not (self.is_ahead or self._batches)
 
     def ask_again(self) -> None:
         """Look at the whole reserve again: pages of more namespaces are kept now."""
@@ -143,6 +150,7 @@ class DiskWrites:
         name = key.extra_key, key.data
         if self._due.pop(name, None) is None:
             self._due_bytes += len(key.data)
+            self._num_due[name[0]] += 1
         self._due[name] = key
         while len(self._due) > _MOST_DUE or self._due_bytes > _MOST_DUE_BYTES:
             self._take(next(iter(self._due)))
@@ -151,6 +159,9 @@ class DiskWrites:
     def _take(self, name: tuple[str | None, bytes]) -> RadixKey:
         key = self._due.pop(name)
         self._due_bytes -= len(key.data)
+        self._num_due[name[0]] -= 1
+        if not self._num_due[name[0]]:
+            del self._num_due[name[0]]
         return key
 
     def forget(self, is_meant: Callable[[str | None], bool]) -> None:
@@ -188,37 +199,63 @@ class DiskWrites:
         return 0 if window is None else -(-window.tail // self._page) + 1
 
     def begin(self, writer: DiskWriter, space_of: SpaceOf) -> None:
-        """Begin writes while the writer takes some."""
-        while writer.may_write and not self._after_writes:
-            batch = self._next_batch(writer.buffer_bytes, space_of)
-            if batch is None:
-                return
-            self._batches.add(batch)
+        """Begin a write if the writer takes one: a slice of the loop."""
+        self._has_more = False
+        if not writer.may_write or self._after_writes or self._awaits_records():
+            return
+        batch = self._next_batch(writer.buffer_bytes, space_of)
+        if batch is None:
+            return
+        self._batches.add(batch)
+        self._has_more = bool(self._due)
+        records, source = self._records_of(batch, space_of)
+        batch.write = writer.write(records, partial(self._end_gathering, batch), partial(self._end, batch), source)
 
-            def gathered(batch: _Batch = batch) -> None:
-                self._end_gathering(batch)
+    def _awaits_records(self) -> bool:
+        """Whether a write would be dropped, or cut, and records of the disk will be free soon."""
+        if self._batches and not self._has_room():
+            return True
+        most = min(MOST_PAGES, self._all_moves[-1].batch_pages) + self.window_pages
+        wanted: dict[Kind, int] = {"full": most, "swa": most, "state": 1}
+        return any(
+            keeper.num_leaving and self._num_free(kind) < min(wanted[kind], max(1, keeper.num_records // 2))
+            for kind, keeper in self._keepers.items()
+        )
 
-            records, source = self._records_of(batch, space_of)
-            batch.write = writer.write(records, gathered, partial(self._end, batch), source)
+    def _has_room(self) -> bool:
+        """Whether the disk has free records for a prefix."""
+        wanted: dict[Kind, int] = {"full": 1, "swa": self.window_pages, "state": 1}
+        return all(self._num_free(kind) >= wanted[kind] for kind in self._keepers)
+
+    def _num_free(self, kind: Kind) -> int:
+        """Return the free records of a kind on the disk."""
+        cache = self._all_moves[0].lower.cache
+        swa, states = cache.allocator.swa, cache.pools.states
+        if kind == "state":
+            return 0 if states is None else states.available_size()
+        if kind == "swa":
+            return 0 if swa is None else swa.available_size() // self._page
+        return cache.free_slots // self._page
 
     def _next_batch(self, buffer_bytes: int, space_of: SpaceOf) -> _Batch | None:
-        """Plan the moves of a batch, all from one tier; None: nothing is to be written."""
+        """Plan the moves of a batch, all from one tier; None: nothing is to be written, or this slice finds nothing."""
         found: list[tuple[Moves, Move]] = []
         due: list[RadixKey] = []
-        num_bytes = 0
+        num_bytes = num_looked_at = 0
         page_bytes = max(1, self._strides.get("full", 0) + self._strides.get("swa", 0))
-        while (name := self._hottest(space_of)) is not None:
+        waiting = {name for name in self._num_due if space_of(name) is None}
+        while (name := self._hottest(waiting)) is not None:
+            num_looked_at += 1
+            if num_looked_at > _LOOKED_AT:
+                self._has_more = True
+                break
             num_pages = sum(move.num_pages for _, move in found)
             room = min(MOST_PAGES - num_pages, (buffer_bytes - num_bytes - self._strides.get("state", 0)) // page_bytes)
-            if room < 1:
+            if room < 1 or (found and not self._has_room()):
                 break
             key = self._take(name)
-            only = found[0][0] if found else None
-            planned = self._plan(key, room, only)
+            planned = self._plan(key, room, found[0][0] if found else None)
             if planned is None:
-                if only is not None:
-                    self.offer(key)  # it lies in another tier, perhaps
-                    break
                 continue
             taken = self._bytes_of(planned[1])
             if num_bytes + taken > buffer_bytes:
@@ -228,16 +265,22 @@ class DiskWrites:
             found.append(planned)
             due.append(key)
             num_bytes += taken
-        if not found and self._reserve:
+        while self._elsewhere:
+            self.offer(self._elsewhere.pop())
+        if not found and self._reserve and not self._has_more:
             found, num_bytes = self._coldest(buffer_bytes, space_of)
         if not found:
             return None
         numbers = {kind: self._numbers_of(kind, [move for _, move in found]) for kind in self._keepers}
         return _Batch(found, numbers, due, num_bytes, found[0][0].upper is self._sources[0].tier)
 
-    def _hottest(self, space_of: SpaceOf) -> tuple[str | None, bytes] | None:
-        """Return the name of the due prefix that was used last, of those that have a space."""
-        return next((name for name in reversed(self._due) if space_of(name[0]) is not None), None)
+    def _hottest(self, waiting: Container[str | None]) -> tuple[str | None, bytes] | None:
+        """Return the name of the due prefix that was used last.
+
+        Args:
+            waiting: namespaces that have no space yet; their prefixes wait.
+        """
+        return next((name for name in reversed(self._due) if name[0] not in waiting), None)
 
     def _plan(self, key: RadixKey, num_pages: int, only: Moves | None = None) -> tuple[Moves, Move] | None:
         """Begin to write a due prefix from the tier that has most of it.
@@ -253,6 +296,7 @@ class DiskWrites:
             return None
         moves = self._all_moves[lengths.index(stop)]
         if only is not None and moves is not only:
+            self._elsewhere.append(key)
             return None
         node, _ = moves.upper.cache.radix.locate(key, stop)
         if self._keepers:  # Other disks evict for a write.

@@ -155,17 +155,18 @@ def find_runs(rows: Ids, records: Ids, step: int) -> Runs:
 
 def _copy_runs(rows: torch.Tensor, segments: torch.Tensor, runs: Runs, step: int, *, to_records: bool) -> None:
     """Copy runs of rows to records or back, on one device."""
-    is_host = rows.device.type == "cpu"
-    # torch would share the copy among threads that an engine keeps busy.
-    all_rows, all_records = (rows.numpy(), segments.numpy()) if is_host else (rows, segments)
+    if rows.device.type == "cpu":
+        # torch would share the copy among threads that an engine keeps busy.
+        host_rows, host_records = rows.numpy(), segments.numpy()
+        for row, record, length in runs:
+            some_rows = host_rows[row : row + length]
+            some_records = host_records[record : record + (length - 1) * step + 1 : step]
+            np.copyto(*((some_records, some_rows) if to_records else (some_rows, some_records)))
+        return
     for row, record, length in runs:
-        in_rows = all_rows[row : row + length]
-        in_records = all_records[record : record + (length - 1) * step + 1 : step]
+        in_rows, in_records = rows[row : row + length], segments[record : record + (length - 1) * step + 1 : step]
         target, source = (in_records, in_rows) if to_records else (in_rows, in_records)
-        if is_host:
-            np.copyto(target, source)
-        else:
-            target.copy_(source)
+        target.copy_(source)
 
 
 def _in_pieces(records: torch.Tensor, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

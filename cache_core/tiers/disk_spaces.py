@@ -82,7 +82,9 @@ class DiskSpaces:
         self._cache = cache
         self._keepers = keepers
         self._spaces: dict[int, DiskSpace] = {}  # the oldest first
+        self._by_namespace: dict[str | None, dict[int, DiskSpace]] = {}  # namespace -> its spaces, the oldest first
         self._current: dict[str | None, DiskSpace] = {}
+        self._to_build: dict[int, DiskSpace] = {}  # spaces of which the builders were given something
         self._ended: dict[int, DiskSpace] = {}  # spaces of which the deletion is not committed
 
     def __iter__(self) -> Iterator[DiskSpace]:
@@ -96,6 +98,7 @@ class DiskSpaces:
     def add(self, number: int, namespace: str | None, models: Models, arity: int = 0) -> DiskSpace:
         """Add a space of the index, which is dormant. The youngest must come last."""
         space = self._spaces[number] = DiskSpace(number, namespace, models, arity)
+        self._by_namespace.setdefault(namespace, {})[number] = space
         return space
 
     def read(self, number: int, kinds: Numbers, records: Numbers) -> list[tuple[Kind, int]]:
@@ -134,8 +137,8 @@ class DiskSpaces:
             and call `begin`.
         """
         assert namespace not in self._current, f"namespace {namespace!r} has a current space"
-        for space in reversed(self._spaces.values()):
-            if (space.namespace, space.models) == (namespace, models):
+        for space in reversed(self._by_namespace.get(namespace, {}).values()):
+            if space.models == models:
                 space.builder = TreeBuilder(self._cache, self._keepers, namespace, space.arity)
                 self._current[namespace] = space
                 return space
@@ -158,26 +161,30 @@ class DiskSpaces:
         space.builder.leave_out(left_out)
         if is_last:
             space.builder.is_fed = True
+        self._to_build[space.number] = space
 
     def build(self, num_pages: int) -> bool:
         """Put about so many pages of current spaces into the tree; return whether there are more."""
-        for space in self._current.values():
-            builder = space.builder
-            if builder is None:
-                continue
-            if builder.build(num_pages):
-                return True
-            if builder.is_fed:
-                self._drop(space.pop_all())  # records that no run has, such as those that another row names
-                space.builder = None
-        return False
+        left = num_pages
+        while self._to_build and left > 0:
+            number, space = next(iter(self._to_build.items()))
+            if (builder := space.builder) is not None:  # else it was retired
+                before = builder.num_built
+                if builder.build(left):
+                    return True
+                left -= 1 + builder.num_built - before
+                if builder.is_fed:
+                    self._drop(space.pop_all())  # records that no run has, such as those that another row names
+                    space.builder = None
+            del self._to_build[number]
+        return bool(self._to_build)
 
     # ---------------------------------------------------------------- evictions, retirements
 
     def drop_dormant(self, num_pages: int) -> int:
         """Let the deepest records of dormant spaces leave, the oldest space first; return the pages of full KV."""
         left = num_pages
-        for space in self._spaces.values():
+        for space in self._spaces.values() if self._keepers["full"].num_dormant else ():
             if left <= 0:
                 break
             if space is not self._current.get(space.namespace):
@@ -206,6 +213,10 @@ class DiskSpaces:
     def _end(self, spaces: Sequence[DiskSpace]) -> list[int]:
         for space in spaces:
             self._ended[space.number] = self._spaces.pop(space.number)
+            spaces_of = self._by_namespace[space.namespace]
+            del spaces_of[space.number]
+            if not spaces_of:
+                del self._by_namespace[space.namespace]
             if space.builder is not None:
                 space.builder.cancel()
                 space.builder = None

@@ -16,6 +16,7 @@ from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
 from raydix.actors.tiers import disk_tier, disk_writes, tier_loads
+from raydix.actors.tiers.disk_writes import DiskWrites
 from raydix.actors.tiers.record_file import BLOCK
 from raydix.cache_core import RadixKey
 
@@ -154,6 +155,42 @@ async def test_a_full_disk_evicts_its_coldest_pages_ahead_of_need(tmp_path: Path
         assert await rig.lengths([15] * 16, [1] * 16) == [16, 0]
     async with opened_rig(tmp_path, disk_pages=24) as rig:
         assert await rig.lengths([15] * 16, [1] * 16) == [16, 0]
+
+
+async def test_a_slice_looks_up_few_prefixes_and_evicts_few_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "_EVICTED_AT_ONCE", 2)
+    looked_up, evicted = [0], list[int]()
+    begin, plan = DiskWrites.begin, DiskWrites._plan
+
+    def noted_begin(writes: DiskWrites, *arguments: Any) -> None:
+        looked_up.append(0)
+        begin(writes, *arguments)
+
+    def noted_plan(writes: DiskWrites, *arguments: Any) -> Any:
+        looked_up[-1] += 1
+        return plan(writes, *arguments)
+
+    monkeypatch.setattr(DiskWrites, "begin", noted_begin)
+    monkeypatch.setattr(DiskWrites, "_plan", noted_plan)
+    async with opened_rig(tmp_path, num_pages=256, disk_pages=30) as rig:
+        evict = rig.cache.evict
+        rig.cache.evict = lambda num, *more: (evicted.append(num), evict(num, *more))[1]  # type: ignore[assignment]
+        for number in range(100, 200):
+            rig.disk.writes.offer(RadixKey([number] * 4))  # it lies nowhere
+        await rig.twice(*([number] * 4 for number in range(50)))
+
+        assert sum(looked_up) >= 150 and max(looked_up) <= 16
+        assert sum(evicted) >= 20 * PAGE and max(evicted) <= 2 * PAGE
+        assert rig.disk.stats().writes.due_gone == 100 and rig.disk.all_moves[0].counts.written >= 50 * PAGE
+
+
+async def test_a_write_waits_for_the_records_that_will_be_free(tmp_path: Path) -> None:
+    async with opened_rig(tmp_path, disk_pages=8) as rig:
+        await rig.twice(*([number] * 12 for number in range(20)))
+
+        assert rig.disk.stats().writes.no_room == 0 and rig.disk.all_moves[0].counts.written == 20 * 12
 
 
 async def test_a_write_that_fails_is_counted_and_its_records_are_free_again(tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ async def test_a_load_fails_in_whichever_thread_it_does(
         numbers = np.array([row.record for row in batch["full"].rows]) * PageRecords(pool).page_size
         copies, plan = DiskCopies(pool, await disk.store), CopyPlan(batch["full"].starts, numbers)
         calls.fail("preadv", errno.EIO, skipped)
-        with pytest.raises(DiskFailed, match="reading 1 record of pages.bin from record"):
+        with pytest.raises(DiskFailed, match=r"reading 1 record of pages\.bin from record"):
             copies.load(plan, 0, len(numbers))
         copies.load(plan, 0, len(numbers))
         copies.close()
