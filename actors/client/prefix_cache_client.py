@@ -210,6 +210,7 @@ class PrefixCacheClient:
         timeout_s: float | None = 0.0,
         load: bool = True,
         load_timeout_s: float | None = None,
+        on_wait: Callable[[int], object] | None = None,
     ) -> Lease:
         """Lock the cached prefix of `tokens`, and allocate nothing; `extend` adds private slots behind it.
 
@@ -226,6 +227,8 @@ class PrefixCacheClient:
             timeout_s: seconds to wait for the slots of a load; after that nothing is loaded. None:
                 `LeaseConfig.acquire_timeout_s`; 0: do not wait.
             load: as in `acquire`, and so is `load_timeout_s`.
+            on_wait: called once, on the client's loop, if the lock waits for a load or for slots, with the number of
+                tokens that the load brings; 0: that is not known yet.
 
         Raises:
             PoolExhausted: kinds "slots" and "mamba" alone: the lease gets no row, or no state. Raised immediately.
@@ -244,7 +247,7 @@ class PrefixCacheClient:
             load=load,
             load_timeout_s=load_timeout_s,
         )
-        lease = await self._request_lease(request)
+        lease = await self._request_lease(request, on_wait)
         if offer_id is not None:
             with lease.hand_over():
                 lease.offered = self._grant_of(lease, lease.prefix_len, len(lease), offer_id)
@@ -328,12 +331,16 @@ class PrefixCacheClient:
         lease.remember_packed(tokens)
         return lease
 
-    async def _request_lease(self, request: AcquireRequest | LockRequest) -> Lease:
+    async def _request_lease(
+        self, request: AcquireRequest | LockRequest, on_wait: Callable[[int], object] | None = None
+    ) -> Lease:
         session = self.session
         try:
             response, transport = await session.ask(request)
             if not isinstance(response, LeaseResponse):
                 if isinstance(response, WaitingResponse):
+                    if on_wait is not None:
+                        on_wait(response.loading_tokens)
                     response = await session.wait(transport, response.ticket)
                 response = checked_response(LeaseResponse, response)
         except (asyncio.CancelledError, CacheError) as error:

@@ -146,6 +146,23 @@ async def test_an_offer_in_the_same_call_begins_at_the_hand_out(scene: Scene) ->
     await adopted.release()
 
 
+async def test_a_lock_that_waits_for_a_load_says_so(scene: Scene) -> None:
+    waits: list[int] = []
+    tasks = [asyncio.ensure_future(scene.client.lock(PROMPT, on_wait=waits.append)) for _ in range(2)]
+    await scene.until_loading(2)
+    async with asyncio.timeout(60):
+        while len(waits) < 2:  # noqa: ASYNC110 -- there is no event for it
+            await asyncio.sleep(0.001)
+    assert waits == [ALL, ALL]
+    assert not any(task.done() for task in tasks)
+
+    scene.gate.pass_chunks()
+    for lease in await asyncio.gather(*tasks):
+        await lease.release()
+    async with scene.client.lock(PROMPT, on_wait=waits.append):
+        assert len(waits) == 2  # nothing was to be loaded
+
+
 async def test_requests_for_one_prompt_wait_for_one_load_without_slots(scene: Scene) -> None:
     first = asyncio.ensure_future(scene.client.acquire(PROMPT))
     await scene.gate.until_begun()
