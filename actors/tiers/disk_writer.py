@@ -94,7 +94,7 @@ class _Work(NamedTuple):
 
 
 class DiskWriter:
-    """Writes pages to a disk, and works on its index, in order. It has three threads, so that none waits for the others.
+    """Writes pages to a disk, and works on its index, in order. Its three threads do not wait for each other.
 
     The first one copies the pages of a write to one of two buffers, and sums them. From then on no page of the pool is
     needed, so none is locked while the disk is written. The second one writes the records, which frees the buffer, and

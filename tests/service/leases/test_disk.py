@@ -16,10 +16,10 @@ import torch
 from support.tiers.demotion import demote
 from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.gated_loads import PAGE
+from support.tiers.settled_disk import settled, tier_of
 
 from raydix.actors import Lease, Loaded, LocalPrefixCache
 from raydix.actors.tiers import tier_loads
-from raydix.actors.tiers.disk_tier import DiskTier
 from raydix.cache_core.tiers.page_records import PageRecords
 from raydix.schemas import (
     CacheConfig,
@@ -52,20 +52,6 @@ def disk_config(path: Path, host: bool = False, num_slots: int = 64, **disk: Any
         leases=LeaseConfig(acquire_timeout_s=60),
         validate=True,
     )
-
-
-def tier_of(cache: LocalPrefixCache) -> DiskTier:
-    disk = cache.service.disk
-    assert disk is not None
-    return disk
-
-
-async def settled(cache: LocalPrefixCache) -> None:
-    """Wait until the disk is open and has nothing to do."""
-    disk = tier_of(cache)
-    async with asyncio.timeout(60):
-        while disk.state != "ready" or not disk.writes.is_idle or disk._tasks:  # noqa: ASYNC110 -- threads change it
-            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
