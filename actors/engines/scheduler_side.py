@@ -23,14 +23,15 @@ from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import LoadPlan, SavePlan, StepPlan, StepReport
 from raydix.actors.engines.transfer_counts import TransferCounts
 from raydix.actors.engines.weights_state import WeightsState
-from raydix.schemas import CacheError, LeaseGrant
+from raydix.schemas import CacheConfig, CacheError, LeaseGrant
 from raydix.schemas.engine_namespace import CacheNamespace
 
 logger = logging.getLogger(__name__)
 
 _GRANT_S = 600.0  # life of a waiting request's grant; an expired grant is a miss
 _WORTH = 0.1  # share of the time that a hit can save, for which its answer is waited for
-_IDLE_WAIT_S = 0.001  # wait for the answer of a look-up while the engine computes nothing
+_IDLE_WAIT_S = 0.001  # wait for the answer of a look-up, once a step, while the engine computes nothing
+_LOAD_SHARE = 0.8  # share of `load_timeout_ms` for a load from a tier; the rest is for its last chunk and the answer
 
 
 class ScheduledRequest(NamedTuple):
@@ -47,10 +48,15 @@ class ScheduledRequest(NamedTuple):
 
 
 class _LookUp:
-    """A look-up on its way, or its answer: the hit and a grant of each rank. It belongs to two threads."""
+    """A look-up on its way, or its answer: the hit and a grant of each rank. It belongs to two threads.
+
+    Attributes:
+        is_loading: the cache of a rank has answered that it loads pages from a tier below its pool first.
+    """
 
     def __init__(self) -> None:
         self.hit = 0
+        self.is_loading = False
         self.grants: list[LeaseGrant] | None = None  # None: no answer yet, or a miss without a lease
         self.done = threading.Event()
         self._lock = threading.Lock()
@@ -84,6 +90,7 @@ class _Request:
     look_up: _LookUp | None = None
     asked_at: float | None = None  # time at which the engine first asked for the hit and there was no answer
     is_given_up: bool = False  # It runs without the cache from now on.
+    is_late: bool = False  # Its look-up loads, and it waits for that no more; it may still save.
     is_counted: bool = False  # It was counted as served without the cache because of its weights.
     in_worker: bool = False  # The workers have its grants.
     loading: LoadPlan | None = None
@@ -97,8 +104,8 @@ class _Request:
 class SchedulerSide:
     """The leases and plans of an engine's requests. All methods are called by the engine's scheduler thread.
 
-    The engine promises itself only tokens that a lease holds. The look-up is a `lock`; its lease is granted to the
-    workers, which adopt it, so the process that writes owns it.
+    The engine promises itself only tokens that a lease holds. The look-up is a `lock`, which first loads what tiers
+    below the pool have; its lease is granted to the workers, which adopt it, so the process that writes owns it.
 
     Args:
         settings: of the connector.
@@ -131,7 +138,7 @@ class SchedulerSide:
         self._num_waiting = 0  # requests with a look-up, and with grants that the workers do not have
         self._plan = StepPlan()
         self._loads: list[LoadPlan] = []
-        self._is_idle = True
+        self._may_wait = True  # for a look-up, once: the engine computes nothing
         self._prefill_rate = PrefillRate()
         self._weights = WeightsState(links, loop, settings.weights, settings.reconnect_s, counts)
 
@@ -188,15 +195,20 @@ class SchedulerSide:
                 request.is_counted = True
                 self._weights.count_request()
             return False
-        if not look_up.done.is_set() and self._is_idle:
+        if not look_up.done.is_set() and self._may_wait:
+            self._may_wait = False
             look_up.done.wait(_IDLE_WAIT_S)
         if look_up.done.is_set():
             self._take_answer(request, look_up)
             return False
         if self._has_time(request, num_lacking):
             return True
-        self.counts.add("lookup_timeouts")
-        self._give_up(request)
+        if not look_up.is_loading:
+            self.counts.add("lookup_timeouts")
+            self._give_up(request)
+        elif not request.is_late:
+            self.counts.add("tier_loads_late")
+            request.is_late = True
         return False
 
     def _take_answer(self, request: _Request, look_up: _LookUp) -> None:
@@ -210,13 +222,16 @@ class SchedulerSide:
         """Return whether the request has waited less than `lookup_timeout_ms`, or than its wait is worth.
 
         That is a tenth of the time in which the engine would compute the lacking tokens; `load_timeout_ms` at most.
+        While the look-up loads, it is `load_timeout_ms`.
         """
         now = time.monotonic()
         if request.asked_at is None:
             request.asked_at = now
+        most_s = self._settings.load_timeout_ms / 1000
+        if request.look_up is not None and request.look_up.is_loading:
+            return now - request.asked_at < most_s
         rate = self._prefill_rate.tokens_per_s
         worth_s = 0.0 if rate is None else _WORTH * num_lacking / rate
-        most_s = self._settings.load_timeout_ms / 1000
         return now - request.asked_at < max(self._settings.lookup_timeout_ms / 1000, min(worth_s, most_s))
 
     def allocate(self, request_id: str, num_loaded: int, block_ids: Sequence[int]) -> None:
@@ -278,8 +293,12 @@ class SchedulerSide:
         # The ids are converted here, so that the engine's thread does not wait for it.
         ids, parts = np.asarray(tokens, dtype=np.int64), namespace._asdict()
 
+        def note_load(_: int) -> None:
+            look_up.is_loading = True
+
         def lock(client: PrefixCacheClient) -> Coroutine[Any, Any, Lease]:
-            return client.lock(ids, **parts, offer_s=_GRANT_S)
+            load_s = _load_s(client.session.config, self._settings)
+            return client.lock(ids, **parts, offer_s=_GRANT_S, load_timeout_s=load_s, on_wait=note_load)
 
         try:
             clients = self._clients()
@@ -290,8 +309,10 @@ class SchedulerSide:
                 link.on_error(error)
             look_up.settle(0, None)
             return
-        self.counts.observe("lookup_s", time.perf_counter() - started)
+        self.counts.observe("tier_load_s" if look_up.is_loading else "lookup_s", time.perf_counter() - started)
         self.counts.add("lookups")
+        if look_up.is_loading:
+            self.counts.add("tier_loads")
         grants = [lease.offered for lease in leases if lease.offered is not None]
         assert len(grants) == len(leases), "each lock asked for an offer"
         if not look_up.settle(min(grant.prefix_len for grant in grants), grants):
@@ -322,7 +343,7 @@ class SchedulerSide:
             num_prompt_tokens: of all requests, that the step computes.
         """
         self._prefill_rate.begin_step(num_prompt_tokens, time.monotonic())
-        self._is_idle = is_idle
+        self._may_wait = is_idle
         plan, self._plan = self._plan, StepPlan()
         lost = [request for request_id in preempted if (request := self._requests.get(request_id)) is not None]
         plan.preempted = {request.number for request in lost}
@@ -412,9 +433,18 @@ class SchedulerSide:
             else:
                 self._give_up(request)
                 # It may look up again with the next weights.
-                request.is_given_up, request.asked_at, request.planned = False, None, 0
+                request.is_given_up, request.is_late, request.asked_at, request.planned = False, False, None, 0
         self._weights.reset()
 
     def close(self) -> None:
         """Close the clients, which ends the leases that no worker has."""
         self._weights.close()
+
+
+def _load_s(config: CacheConfig, settings: EngineSettings) -> float | None:
+    """Return the time limit of a look-up's load, so that its answer comes within `load_timeout_ms`.
+
+    It is the limit of a tier at most, so that a tier with 0 loads nothing. None: there is no tier.
+    """
+    limits = [tier.load_timeout_s for tier in (config.host, config.disk) if tier is not None]
+    return min(max(limits), _LOAD_SHARE * settings.load_timeout_ms / 1000) if limits else None

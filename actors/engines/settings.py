@@ -22,9 +22,15 @@ class EngineSettings(BaseModel):
     lookup_timeout_ms: float = Field(
         default=50,
         ge=0,
-        description="a look-up without an answer is a miss after this, or after a tenth of the time that it can save",
+        description="a look-up without an answer is a miss after this, or after a tenth of the time that it can save; "
+        "one that waits for a load is no miss until load_timeout_ms",
     )
-    load_timeout_ms: float = Field(default=2000, gt=0, description="a load that has not begun by then has failed")
+    load_timeout_ms: float = Field(
+        default=2000,
+        gt=0,
+        description="a request waits so long for a load from a tier below the pool; a load from the pool that has not "
+        "begun by then has failed",
+    )
     reconnect_s: float = Field(default=1, gt=0, description="seconds between two attempts to reach the cache")
     max_waiting_leases: int = Field(default=64, ge=1, description="waiting requests that hold a lease at a time")
     weights: str = Field(default="", max_length=256, description="the label of the weights that the engine starts with")

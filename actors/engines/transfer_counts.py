@@ -8,6 +8,8 @@ from typing import Any
 COUNTS = {
     "lookups": "look-ups answered",
     "lookup_timeouts": "look-ups without an answer in time, which count as misses",
+    "tier_loads": "look-ups answered after a load from a tier below the pool",
+    "tier_loads_late": "look-ups of which the load was late, so that the request computes",
     "hit_tokens": "tokens promised to requests from the cache",
     "loads": "loads that were carried out",
     "load_failures": "loads that failed; the engine has recomputed them",
@@ -18,12 +20,13 @@ COUNTS = {
     "detached_requests": "requests served while the engine was detached or behind the cache's weights",
 }
 SECONDS = {
-    "lookup_s": "time from a look-up's request to the answers of the caches of all ranks",
+    "lookup_s": "time from a look-up's request to the answers of the caches of all ranks, without those that load",
+    "tier_load_s": "time from the request of a look-up that loads from a tier below the pool to the answers",
     "load_s": "time of a load's copies, with the wait for the copy thread",
     "save_s": "time of a save's copies",
 }
 BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_SHORT = {"lookup_s": "look-up", "load_s": "load", "save_s": "save"}  # names in log lines
+_SHORT = {"lookup_s": "look-up", "tier_load_s": "tier load", "load_s": "load", "save_s": "save"}  # names in log lines
 
 
 class TransferCounts:

@@ -390,6 +390,8 @@ _PANELS = (
         "reqps",
         "lookups",
         "lookup_timeouts",
+        "tier_loads",
+        "tier_loads_late",
         "loads",
         "load_failures",
         "saves",
@@ -399,6 +401,7 @@ _PANELS = (
     _engine_rates("Engines: tokens hit in the cache per second", "short", "hit_tokens"),
     _engine_rates("Engines: bytes copied per second", "Bps", "loaded_bytes", "saved_bytes"),
     _engine_distribution("Engines: time of a look-up", "lookup_seconds"),
+    _engine_distribution("Engines: time of a look-up that loads from a tier", "tier_load_seconds"),
     _engine_distribution("Engines: time of a load", "load_seconds"),
     _engine_distribution("Engines: time of a save", "save_seconds"),
 )

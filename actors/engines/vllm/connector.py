@@ -12,7 +12,7 @@ vLLM makes one connector in its scheduler (S) and one in each worker (W), and ca
 | method of vLLM | side | what vLLM expects | what this connector does |
 |---|---|---|---|
 | `on_new_request` | S | note that a request has arrived | begins the look-up: a lock in each rank's cache |
-| `get_num_new_matched_tokens` | S | tokens to load beyond its own hit; None: ask again | reads the answer |
+| `get_num_new_matched_tokens` | S | tokens to load beyond its own hit; None: ask again | reads it; None: a tier loads |
 | `update_state_after_alloc` | S | the blocks to load into | plans the load |
 | `build_connector_meta` | S | the message to the workers | plans saves of completed blocks, ends and loads |
 | `handle_preemptions` | W | old blocks are read no more | cancels saves of lost blocks, or waits for their copies |

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ import pytest
 from support.engines.toy_caches import ToyCaches
 from support.engines.toy_engine import BLOCK, ToyEngine, prompts
 from support.more import more
-from support.tiers.demotion import demote
+from support.tiers.demotion import ALL, demote
+from support.tiers.settled_disk import settled
 from support.waiting import wait_until
 
 from raydix.actors.engines.block_copies import PoolTarget
@@ -248,40 +250,230 @@ def test_an_aborted_request_ends_its_lease_at_any_time(make_caches: MakeCaches) 
     wait_until(lambda: caches.stats().open_leases == 0)
 
 
-# -------------------------------------------------------------------- a host tier below the pool
+# -------------------------------------------------------------------- tiers below the pool
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_look_up_brings_what_has_left_the_pool_for_the_host(make_caches: MakeCaches, num_ranks: int) -> None:
     caches = make_caches(num_ranks, host_tokens=4096)
-    one, other = caches.make_engine(), caches.make_engine(lookup_timeout_ms=60_000)
+    one, other = caches.make_engine(), caches.make_engine(load_timeout_ms=60_000)
     (prompt,) = prompts(1, 200)
     computed = one.run(prompt, 20)
     leave_pool(caches)
-    for gate in caches.gates:
-        gate.pass_chunks()
+    open_gates(caches)
 
     loaded = other.run(prompt, 20)
 
     assert (loaded.num_hit, loaded.output) == (192, computed.output)
     assert loaded.num_recomputed == 220 - 192
     assert [host_of(caches, rank).tokens_loaded for rank in range(num_ranks)] == [192] * num_ranks
-    assert other.counts.take()["lookups"] == 1
+    counts = other.counts.take()
+    assert (counts["lookups"], counts["tier_loads"], len(counts["tier_load_s"])) == (1, 1, 1)
+    assert "lookup_s" not in counts
+
+
+def test_a_request_waits_for_its_load_and_others_run(make_caches: MakeCaches) -> None:
+    """It waits longer than for a look-up without a load."""
+    caches = make_caches(host_tokens=4096)
+    engine = caches.make_engine(load_timeout_ms=600_000)
+    (prompt, other) = prompts(2, 200)
+    computed = engine.run(prompt, 20)
+    leave_pool(caches)
+
+    waiting = engine.add(prompt, 20)
+    step_until_loading(engine, waiting.request_id)
+    known = engine.scheduler._requests[waiting.request_id]
+    assert known.asked_at is not None
+    known.asked_at -= 2 * engine.settings.lookup_timeout_ms / 1000
+    running = engine.add(other, 60)
+    step_until(engine, lambda: running.state == "finished")
+    assert (waiting.state, waiting.blocks) == ("waiting", [])
+    open_gates(caches)
+    engine.run_all()
+
+    assert (running.num_hit, waiting.num_hit, waiting.output) == (0, 192, computed.output)
+    counts = engine.counts.take()
+    assert "lookup_timeouts" not in counts and "tier_loads_late" not in counts
+
+
+def test_steps_are_no_slower_while_many_requests_wait_for_loads(make_caches: MakeCaches) -> None:
+    caches = make_caches(host_tokens=4096)
+    engine = caches.make_engine(load_timeout_ms=60_000)
+    *texts, last = prompts(21, 40)
+    for text in (*texts, last):
+        engine.run(text)
+    leave_pool(caches)  # the last one, which is used least long ago, is dropped
+    waits: list[float] = []
+    requests = [engine.add(text) for text in texts]
+    for request in requests:
+        step_until_loading(engine, request.request_id)
+        look_up = engine.scheduler._requests[request.request_id].look_up
+        assert look_up is not None
+        look_up.done.wait = waits.append  # type: ignore[assignment, method-assign]
+    waits.clear()
+
+    for _ in range(5):
+        engine.step()
+    num_waits = len(waits)
+    open_gates(caches)
+    engine.run_all()
+
+    assert num_waits == 5 and max(waits) <= 0.001
+    assert [request.num_hit for request in requests] == [32] * 20
 
 
 def test_a_request_whose_load_is_late_computes_and_the_next_one_hits(make_caches: MakeCaches) -> None:
     caches = make_caches(host_tokens=4096)
-    engine, patient = caches.make_engine(lookup_timeout_ms=50), caches.make_engine(lookup_timeout_ms=60_000)
+    engine, patient = caches.make_engine(load_timeout_ms=100), caches.make_engine(load_timeout_ms=60_000)
     (prompt,) = prompts(1, 200)
     engine.run(prompt)
     leave_pool(caches)
 
     request = engine.run(prompt)
     assert (request.num_hit, request.num_recomputed) == (0, 201)
-    assert engine.counts.take()["lookup_timeouts"] == 1
-    caches.gates[0].pass_chunks()
+    counts = engine.counts.take()
+    assert counts["tier_loads_late"] == 1
+    assert "lookup_timeouts" not in counts
+    open_gates(caches)
 
     assert patient.run(prompt).num_hit == 192
+
+
+def test_a_request_saves_what_it_computes_if_its_late_load_ends_before_it(make_caches: MakeCaches) -> None:
+    caches = make_caches(host_tokens=4096)
+    engine = caches.make_engine(load_timeout_ms=500)
+    (prompt,) = prompts(1, 192)
+    engine.run(prompt)
+    leave_pool(caches)
+
+    request = engine.add(prompt, 200)
+    step_until(engine, lambda: request.num_computed >= 192)
+    look_up = engine.scheduler._requests[request.request_id].look_up
+    open_gates(caches)
+    assert look_up is not None and look_up.done.wait(60)
+    engine.run_all()
+
+    assert request.num_hit == 0
+    assert engine.counts.take()["tier_loads_late"] == 1
+    assert caches.make_engine().run(request.tokens).num_hit == 384
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["while it waits", "while it computes"])
+def test_a_request_that_is_aborted_during_its_load_leaves_nothing(make_caches: MakeCaches, is_late: bool) -> None:
+    caches = make_caches(host_tokens=4096)
+    engine = caches.make_engine(load_timeout_ms=200 if is_late else 60_000)
+    (prompt,) = prompts(1, 200)
+    engine.run(prompt)
+    leave_pool(caches)
+
+    gone = engine.add(prompt, 300)
+    step_until_loading(engine, gone.request_id)
+    if is_late:
+        step_until(engine, lambda: gone.num_computed >= 200)
+    engine.abort(gone)
+    engine.run_all()
+    assert caches.stats().open_leases == 1  # it is filled
+    open_gates(caches)
+    wait_until(lambda: caches.stats().open_leases == 0)
+
+    assert engine.scheduler._num_waiting == 0
+    assert caches.make_engine(load_timeout_ms=60_000).run(prompt).num_hit == 192
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_reset_during_a_load_costs_the_hit_alone(make_caches: MakeCaches, num_ranks: int) -> None:
+    caches = make_caches(num_ranks, host_tokens=4096)
+    engine = caches.make_engine(load_timeout_ms=60_000)
+    (prompt,) = prompts(1, 200)
+    engine.run(prompt)
+    leave_pool(caches)
+
+    request = engine.add(prompt)
+    step_until_loading(engine, request.request_id)
+    caches.loop.run(caches.caches[-1].reset())  # the lease ends, and its request starts again
+    open_gates(caches)
+    engine.run_all()
+
+    assert (request.num_hit, request.num_recomputed) == (0, 201)
+
+
+@pytest.mark.parametrize("page_size", [BLOCK, BLOCK // 4])
+def test_engines_hit_on_the_disk_after_caches_and_engines_were_started_again(
+    make_caches: MakeCaches, tmp_path: Path, page_size: int
+) -> None:
+    caches = make_caches(2, disk=tmp_path, page_size=page_size)
+    (prompt,) = prompts(1, 200)
+    computed = keep_on_disk(caches, prompt)
+    for engine in caches.engines:
+        engine.close()
+    caches.engines.clear()
+    for cache in caches.caches:
+        caches.loop.run(cache.close())
+    caches.caches.clear()
+
+    again = make_caches(2, disk=tmp_path, page_size=page_size)
+    engine = again.make_engine(load_timeout_ms=60_000)
+    for cache in again.caches:
+        again.loop.run(settled(cache))
+    request = engine.run(prompt, 20)
+
+    assert (request.num_hit, request.output) == (192, computed)
+    assert engine.counts.take()["tier_loads"] == 1
+
+
+@pytest.mark.parametrize("poorer", [0, 1])
+def test_ranks_promise_what_the_disks_of_all_of_them_hold(make_caches: MakeCaches, tmp_path: Path, poorer: int) -> None:
+    caches = make_caches(2, disk=tmp_path)
+    (prompt,) = prompts(1, 208)
+    keep_on_disk(caches, prompt[: 6 * BLOCK], 1)
+    computed = keep_on_disk(caches, prompt, 1)
+    for cache in caches.caches:
+        caches.loop.run(cache.evict(ALL))
+    caches.loop.run(caches.caches[poorer].evict(1, tier="disk"))  # the part behind the first 96 tokens
+    lengths = [cache.service.disk.tier.cache.total_size() for cache in caches.caches]  # type: ignore[union-attr]
+    assert (lengths[poorer], lengths[1 - poorer]) == (96, 208)
+    engine = caches.make_engine(load_timeout_ms=60_000)
+
+    request = engine.run(prompt)
+
+    assert (request.num_hit, request.output) == (96, computed)
+    assert engine.run(prompt).num_hit == 208  # both pools have all
+
+
+def keep_on_disk(caches: ToyCaches, prompt: list[int], num_new: int = 20) -> list[int]:
+    """Have a prompt used twice, so that the disks keep it; return the answer."""
+    for cache in caches.caches:
+        caches.loop.run(settled(cache))
+    engine = caches.make_engine()
+    answers = [engine.run(prompt, num_new).output for _ in range(2)]
+    for rank, cache in enumerate(caches.caches):
+        wait_until(lambda rank=rank: caches.stats(rank).open_leases == 0)  # type: ignore[misc]
+        caches.loop.run(settled(cache))
+    assert answers[0] == answers[1]
+    return answers[0]
+
+
+def open_gates(caches: ToyCaches) -> None:
+    for gate in caches.gates:
+        gate.pass_chunks()
+
+
+def step_until(engine: ToyEngine, is_so: Callable[[], bool]) -> None:
+    def step() -> bool:
+        engine.step()
+        return is_so()
+
+    wait_until(step)
+
+
+def step_until_loading(engine: ToyEngine, request_id: str) -> None:
+    """Step until the engine knows that a request waits for a load."""
+
+    def is_loading() -> bool:
+        request = engine.scheduler._requests[request_id]
+        return request.look_up is not None and request.look_up.is_loading
+
+    step_until(engine, is_loading)
 
 
 def leave_pool(caches: ToyCaches) -> None:

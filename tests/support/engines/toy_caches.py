@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from support.engines.toy_engine import BLOCK, ToyEngine, toy_kv
 from support.tiers.gated_loads import GatedLoads
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client.loop_thread import LoopThread
-from raydix.schemas import CacheConfig, CacheStats, EvictionConfig, HostConfig, LeaseConfig
+from raydix.schemas import CacheConfig, CacheStats, DiskConfig, EvictionConfig, HostConfig, LeaseConfig
 
 
 def toy_config(
-    num_tokens: int = 4096, *, check: bool = True, page_size: int = BLOCK, host_tokens: int = 0
+    num_tokens: int = 4096,
+    *,
+    check: bool = True,
+    page_size: int = BLOCK,
+    host_tokens: int = 0,
+    disk: Path | None = None,
 ) -> CacheConfig:
     pool = toy_kv().pool_config(num_tokens, check=check)
     config = CacheConfig(page_size=page_size, pool=pool, leases=LeaseConfig(), validate=True)
+    if disk is not None:
+        tier = DiskConfig(path=str(disk), num_slots=4096, direct_io="off", write_mib_s=None, load_timeout_s=60)
+        return CacheConfig.model_validate(config.model_copy(update={"disk": tier}))
     if not host_tokens:
         return config
     marks = EvictionConfig(high_watermark=0.99, low_watermark=0.98)
@@ -30,6 +39,7 @@ class ToyCaches:
 
     Args:
         host_tokens: of a host tier below each cache, whose loads pass the gate in `gates`; 0: there is none.
+        disk: a folder for a disk tier below each cache, in a folder of its own; None: there is none.
     """
 
     def __init__(
@@ -40,12 +50,18 @@ class ToyCaches:
         check: bool = True,
         page_size: int = BLOCK,
         host_tokens: int = 0,
+        disk: Path | None = None,
     ) -> None:
         self.loop = LoopThread("toy-caches")
         self.check = check
-        config = toy_config(num_tokens, check=check, page_size=page_size, host_tokens=host_tokens)
+        folders = [None if disk is None else disk / f"rank {rank}" for rank in range(num_ranks)]
         self.gates: list[GatedLoads] = []
-        self.caches = [self.loop.run(self._make(config)) for _ in range(num_ranks)]
+        self.caches: list[LocalPrefixCache] = []
+        for folder in folders:
+            if folder is not None:
+                folder.mkdir(exist_ok=True)
+            options = {"check": check, "page_size": page_size, "host_tokens": host_tokens, "disk": folder}
+            self.caches.append(self.loop.run(self._make(toy_config(num_tokens, **options))))  # type: ignore[arg-type]
         self.engines: list[ToyEngine] = []
 
     def make_engine(self, **options: object) -> ToyEngine:
