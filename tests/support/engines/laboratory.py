@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,7 +17,7 @@ from support.waiting import wait_until
 from raydix.actors import PrefixCacheClient, start_cache
 from raydix.actors.client.prefix_cache_client import SyncClient
 from raydix.actors.engines.block_copies import STAMP_BYTES
-from raydix.schemas import CacheConfig, CacheStats, PoolConfig
+from raydix.schemas import CacheConfig, CacheStats, DiskConfig, PoolConfig
 
 BLOCK = 32
 PATIENT = {"lookup_timeout_ms": 60_000.0, "load_timeout_ms": 60_000.0}  # other programs may use the machine
@@ -59,12 +60,18 @@ class Laboratory:
         page_size: int = BLOCK,
         check: bool = True,
         name: str | None = None,
+        **disk: Any,
     ) -> str:
-        """Start a cache for layers of so many bytes a token; return its name."""
+        """Start a cache for layers of so many bytes a token; return its name.
+
+        Args:
+            disk: fields of a disk tier, which lies in this test's folder; none: there is no disk.
+        """
         name = name or f"kv-{uuid4().hex[:8]}"
         slot_bytes = sum(layers) + (STAMP_BYTES if check else 0)
         pool = PoolConfig(num_slots=num_tokens, format="opaque", slot_bytes=slot_bytes, device="cpu")
-        self.caches[name] = start_cache(CacheConfig(page_size=page_size, pool=pool), name=name)
+        tier = DiskConfig(path=str(self.folder), direct_io="off", write_mib_s=None, **disk) if disk else None
+        self.caches[name] = start_cache(CacheConfig(page_size=page_size, pool=pool, disk=tier), name=name)
         return name
 
     def client(self, cache: str) -> SyncClient:
@@ -91,6 +98,28 @@ class Laboratory:
         wait_until(lambda: self.stats(cache).open_leases == 0, seconds)
         assert self.stats(cache).private_slots == 0
         self.client(cache).check_invariants()
+
+    def wait_until_kept(self, cache: str, seconds: float = 60) -> None:
+        """Wait until no lease is open, and the disk has all KV that is due."""
+        self.wait_until_free(cache, seconds)
+        wait_until(lambda: self._is_disk_idle(cache), seconds)
+
+    def kill_cache(self, cache: str, seconds: float = 60) -> None:
+        """Kill a cache with -9, and wait until Ray has restarted it, with its disk."""
+        pid = self.pid_of(cache)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: self.pid_of(cache) not in (0, pid), seconds)
+        self.stats(cache)  # The disk is opened with the first session.
+        wait_until(lambda: self._is_disk_idle(cache), seconds)
+
+    def _is_disk_idle(self, cache: str) -> bool:
+        """Whether the disk is open, and nothing is written or read again."""
+
+        def is_idle(actor: Any) -> bool:  # It is sent to the actor, which cannot import this module.
+            disk = actor._host.service.disk
+            return bool(disk.state == "ready" and disk.writes.is_idle and not disk._tasks)
+
+        return bool(ray.get(self.caches[cache].__ray_call__.remote(is_idle)))
 
     def shuffle_pages(self, cache: str) -> None:
         """Give each page the KV of the page before it."""
