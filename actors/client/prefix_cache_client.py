@@ -594,6 +594,9 @@ class PrefixCacheClient:
 
         If weights are replaced under one `lora_id`: stop requests, push to every worker, retire, bind again.
 
+        With a disk tier it returns when requests can find the pages that equal models have left there, or after
+        `disk.load_timeout_s`.
+
         Args:
             fingerprint: of the weights as they are now.
             lora_id: the adapter, as in `acquire`.
@@ -741,7 +744,7 @@ class PrefixCacheClient:
 
     async def _ask(self, request: Message, model: type[M]) -> M:
         response, transport = await self.session.ask(request)
-        if isinstance(response, WaitingResponse):  # a retirement, until the disk has committed it
+        if isinstance(response, WaitingResponse):  # a binding or a retirement, until the disk is ready for its answer
             response = await self.session.wait(transport, response.ticket)
         return checked_response(model, response)
 

@@ -221,11 +221,17 @@ class RequestHandlers:
             published_len=self._core.published_len(lease),
         )
 
-    def _bind_model(self, session_id: str, request: BindModelRequest) -> BindModelResponse:
-        generation = self._bindings.bind(session_id, request.lora_id, request.fingerprint)
-        if self._tiers is not None and self._tiers.disk is not None:
-            self._tiers.disk.bind()
-        return BindModelResponse(generation=generation)
+    def _bind_model(self, session_id: str, request: BindModelRequest) -> Message:
+        """Bind a model. The answer waits for the tree of its pages on the disk, so that the next request finds them."""
+        response = BindModelResponse(generation=self._bindings.bind(session_id, request.lora_id, request.fingerprint))
+        disk = None if self._tiers is None else self._tiers.disk
+        if disk is None:
+            return response
+        disk.bind()
+        built = disk.built()
+        if built is None:
+            return response
+        return self._admission.wait_for_disk(session_id, response, built, disk.config.load_timeout_s, response)
 
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
         if self._tiers is not None:

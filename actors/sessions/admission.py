@@ -33,7 +33,7 @@ from raydix.schemas import (
 )
 
 _INT32 = np.dtype("<i4")
-_COMMIT = "\0commit"  # lease id of the tickets that wait for the disk's commit
+_COMMIT = "\0commit"  # lease id of the tickets that wait for the disk
 _NOT_COMMITTED = (
     "the memory of the cache is clean, but the disk has not confirmed it: a restart before it does may bring the pages "
     "back for sessions that bind equal fingerprints. The disk goes on trying; a repeated call waits for it again"
@@ -408,6 +408,22 @@ class Admission:
             deletion: ends with the commit.
             timeout_s: after this time the ticket ends with CacheUnavailable. The disk goes on trying.
         """
+        return self.wait_for_disk(session_id, response, deletion, timeout_s, CacheUnavailable(_NOT_COMMITTED))
+
+    def wait_for_disk(
+        self,
+        session_id: str,
+        response: Message,
+        done: asyncio.Future[None],
+        timeout_s: float,
+        late: Message | CacheUnavailable,
+    ) -> WaitingResponse:
+        """Return a ticket for a response that waits for the disk.
+
+        Args:
+            done: ends the wait.
+            late: the outcome if that takes more than `timeout_s`.
+        """
         queue = self._wait_queue
         waiter = queue.give_ticket(session_id, _COMMIT, Position(None, False, lambda: False))
 
@@ -415,8 +431,8 @@ class Admission:
             if not waiter.outcome.done():
                 queue.settle(waiter, answer)
 
-        deletion.add_done_callback(lambda _: settle(response))
-        waiter.timer = asyncio.get_running_loop().call_later(timeout_s, settle, CacheUnavailable(_NOT_COMMITTED))
+        done.add_done_callback(lambda _: settle(response))
+        waiter.timer = asyncio.get_running_loop().call_later(timeout_s, settle, late)
         return self._ticket(waiter)
 
     # ---------------------------------------------------------------- waits for room

@@ -50,7 +50,7 @@ from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tiers.use_counter import UseCounter
 from raydix.schemas import CacheConfig, CacheUnavailable
 from raydix.schemas.config import TierSizes
-from raydix.schemas.shown import brief
+from raydix.schemas.shown import brief, counted
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +194,7 @@ class DiskTier:
         self._is_deleting = False
         self._deleted: list[int] = []  # spaces that were deleted while rows are read
         self._deletion: asyncio.Future[None] | None = None
+        self._built: asyncio.Future[None] | None = None
         # Rows of records that are leaving.
         self._leaving: deque[tuple[Kind, Numbers]] = deque()
         self._is_committing = False
@@ -301,6 +302,7 @@ class DiskTier:
 
     def _fail(self, error: Exception) -> None:
         self._state = f"failed: {error}"
+        self._settle_built()
         logger.warning("the cache serves without its disk: %s", error)
 
     async def _open_store(self) -> DiskStore | Exception:
@@ -351,7 +353,13 @@ class DiskTier:
         self.spaces.deleted(self._deleted)
         self._deleted.clear()
         self._settle_deletion()
+        logger.info(
+            "the disk tier is ready: it keeps %s of %s",
+            counted(self.keepers["full"].num_dormant * self._page, "token"),
+            counted(len(self.spaces), "space"),
+        )
         self.bind()
+        self._settle_built()
         self.wake()
         self._on_change()
 
@@ -450,6 +458,26 @@ class DiskTier:
         }
         for namespace, models in found.items():
             self._bind(namespace, models, 0)
+
+    def built(self) -> asyncio.Future[None] | None:
+        """Return the future that ends when all pages of the models that are bound can be found.
+
+        None: they can, or there is no disk to read. Others may wait for it, too.
+        """
+        if not self._is_building_up:
+            return None
+        if self._built is None:
+            self._built = asyncio.get_running_loop().create_future()
+        return self._built
+
+    @property
+    def _is_building_up(self) -> bool:
+        return self._state in ("opening", "reading") or (self._state == READY and self.spaces.is_building)
+
+    def _settle_built(self) -> None:
+        if self._built is not None and not self._is_building_up:
+            future, self._built = self._built, None
+            _settle(future, None)
 
     def _has_other_models(self, namespace: str | None) -> bool:
         """Return whether the pages of a namespace were written as those of other models than are bound now."""
@@ -550,6 +578,7 @@ class DiskTier:
         if self._is_building and not has_more:
             self.writes.ask_again()
         self._is_building = has_more
+        self._settle_built()
         has_more |= self._keep_free()
         self._delete_leaving()
         if self._clock() >= self._paused_until and self.may_begin():
@@ -690,6 +719,7 @@ class DiskTier:
             return
         if self._knows_spaces:
             self._delete(self.spaces.retire(is_meant))
+            self._settle_built()
         else:
             self._retired_before.append(is_meant)
             self._note_uncommitted()
@@ -780,6 +810,7 @@ class DiskTier:
             return True
         self._is_closed = True
         self._state = CLOSED
+        self._settle_built()
         for task in self._tasks:
             task.cancel()
         if self._timer is not None:

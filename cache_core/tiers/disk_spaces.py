@@ -144,6 +144,11 @@ class DiskSpaces:
                 return space
         return None
 
+    @property
+    def is_building(self) -> bool:
+        """Whether pages of current spaces are still to be put into the tree."""
+        return any(space.builder is not None for space in self._current.values())
+
     def begin(self, space: DiskSpace) -> None:
         """Make a new space the current one of its namespace, which must have none. It has no rows."""
         assert space.namespace not in self._current, f"namespace {space.namespace!r} has a current space"

@@ -195,6 +195,36 @@ async def test_a_prompt_is_found_after_a_restart_by_equal_models_alone(tmp_path:
         assert await found(cache, PROMPT) == ALL
 
 
+async def test_the_first_request_after_a_binding_finds_what_is_on_the_disk(tmp_path: Path) -> None:
+    model, config = ModelFingerprint(weights="1", fields={"name": "model"}), disk_config(tmp_path, fingerprint="")
+    async with opened(config) as cache:
+        await cache.bind_model(model)
+        await twice(cache, PROMPT)
+    async with LocalPrefixCache(config) as cache:  # its disk is not open yet
+        await cache.bind_model(model)
+        assert await found(cache, PROMPT) == ALL
+
+
+async def test_a_binding_waits_no_longer_than_a_load(tmp_path: Path) -> None:
+    model, config = (
+        ModelFingerprint(weights="1", fields={"name": "model"}),
+        disk_config(tmp_path, fingerprint="", load_timeout_s=0.05),
+    )
+    async with opened(config) as cache:
+        await cache.bind_model(model)
+        await twice(cache, PROMPT)
+    calls = FaultyFileCalls()
+    async with opened(config, calls) as cache:
+        go_on = calls.stall("SELECT")
+        await cache.bind_model(model)
+        assert await found(cache, PROMPT) == 0
+        go_on()
+        await settled(cache)
+        await cache.evict(10**6)
+        await cache.bind_model(model)
+        assert await found(cache, PROMPT, load_timeout_s=60) == ALL
+
+
 async def test_a_retirement_is_answered_when_the_disk_has_committed_it(tmp_path: Path) -> None:
     calls = FaultyFileCalls()
     async with opened(disk_config(tmp_path), calls) as cache:
