@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
@@ -17,11 +18,15 @@ from raydix.actors.cli.failures import FAILED, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show
 from raydix.actors.cluster.capacity import read_capacity
 from raydix.actors.demo.workload import LONG_LOAD, PAGE_SIZE, Workload
-from raydix.schemas.shown import counted, rate
+from raydix.schemas.shown import counted, percent, rate
 from raydix.schemas.version import how_to_install
+
+if TYPE_CHECKING:
+    from raydix.schemas import DiskConfig
 
 Tokens = Annotated[int, typer.Option(min=1, metavar="TOKENS")]
 _LOAD = Workload()
+_DISK_POOLS = 4  # size of the disk, in pools
 _SPREAD = {"p50": "median", "p95": "95th percentile"}
 
 
@@ -40,6 +45,14 @@ def demo(
         str | None,
         typer.Option(metavar="TOKENS", help="A tier in host memory below the pool, such as 10k. Default: none."),
     ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH[:SIZE]",
+            help="A tier on a local disk, in an existing folder, such as /nvme/demo or /nvme/demo:1GiB. Run the demo "
+            "twice with it: the second run begins with the KV of the first. Default: none; its size: 4 times the pool.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = _LOAD.seed,
     as_json: AsJson = False,
 ) -> None:
@@ -54,7 +67,7 @@ def demo(
     )
     sizes = conversations, turns, workers, system_prompts, system_prompt_len, message_len, answer_len, num_tokens
     try:
-        load = Workload(*sizes, seed, host_tokens)
+        load = Workload(*sizes, seed, host_tokens, None if disk is None else _disk_of(disk, num_tokens))
     except ValueError as error:
         message = str(error).replace("pool_tokens", "--pool-tokens")
         raise CommandError(message, "raydix demo --help", USAGE) from None
@@ -74,6 +87,20 @@ def demo(
         raise typer.Exit(FAILED)
 
 
+def _disk_of(text: str, pool_tokens: int) -> DiskConfig:
+    """Return the disk that the option names."""
+    from raydix.schemas import DiskConfig  # pydantic takes long to import
+
+    path, colon, size = text.rpartition(":") if ":" in text else (text, "", "")
+    given = read_capacity(size, "--disk PATH:SIZE") if colon else None
+    if not os.path.isdir(path):
+        raise CommandError(f"--disk must name a folder that is there, not {path!r}", f"mkdir -p {path}", USAGE)
+    place = os.path.abspath(path)
+    if given is not None and given.is_bytes:
+        return DiskConfig(path=place, size=given.number)
+    return DiskConfig(path=place, num_slots=_DISK_POOLS * pool_tokens if given is None else given.num_tokens(PAGE_SIZE))
+
+
 def table_of(f: dict[str, Any]) -> Table:
     """Return the table of the figures."""
     turns, tokens = f["turns"], f["prompt_tokens"]
@@ -86,7 +113,10 @@ def table_of(f: dict[str, Any]) -> Table:
     )
     table.add_row("prompt tokens hit: taken from the cache", of_prompts(f["reused_tokens"]), "-")
     if "host_slots" in f:
-        table.add_row("... loaded from host memory for the turn", of_prompts(f["loaded_tokens"]), "-")
+        on_host = f["loaded_tokens"] - f.get("disk_tokens_loaded", 0)
+        table.add_row("... loaded from host memory for the turn", of_prompts(on_host), "-")
+    if "disk_slots" in f:
+        table.add_row("... loaded from the disk for the turn", of_prompts(f["disk_tokens_loaded"]), "-")
     table.add_row("prompt tokens missed: computed", of_prompts(f["computed_tokens"]), of_prompts(tokens))
     for name, on_ms in f["first_token_ms_on"].items():
         off_ms = f["first_token_ms_off"][name]
@@ -95,14 +125,19 @@ def table_of(f: dict[str, Any]) -> Table:
         name = f"... median of {counted(f['long_loads'], 'turn')} that loaded {LONG_LOAD} tokens or more"
         table.add_row(name, f"{f['long_load_ms_on']:,.0f} ms", f"{f['long_load_ms_off']:,.0f} ms")
     table.add_row("time for all turns", f"{f['seconds_on']:.1f} s", f"{f['seconds_off']:.1f} s")
-    identical = "yes" if f["identical_turns"] == turns else "NO"
+    identical = _yes(f["identical_turns"] == turns)
     table.add_row("same answers as without the cache", f"{identical}, {f['identical_turns']} of {turns}", "")
+    if "first_hit_rate" in f:
+        _add_restart(table, f)
     table.add_section()
     table.add_row("slots of the pool", f"{f['pool_slots']:,}")
     if "host_slots" in f:
         table.add_row("slots of the tier in host memory", f"{f['host_slots']:,}")
         table.add_row("... tokens written to it", f"{f['host_tokens_written']:,}")
         table.add_row("... tokens evicted before they were written", f"{f['host_tokens_dropped']:,}")
+    if "disk_slots" in f:
+        table.add_row("slots of the tier on the disk", f"{f['disk_slots']:,}")
+        table.add_row("... tokens written to it", f"{f['disk_tokens_written']:,}")
     table.add_row("slots to keep every conversation", f"{f['wanted_slots']:,}")
     table.add_row("slots in use at the same moment, at most", f"{f['peak_slots']:,}")
     table.add_row("tokens evicted", f"{f['evicted_tokens']:,}")
@@ -116,6 +151,23 @@ def table_of(f: dict[str, Any]) -> Table:
     return table
 
 
+def _yes(is_true: bool) -> str:
+    return "yes" if is_true else "NO"
+
+
+def _add_restart(table: Table, f: dict[str, Any]) -> None:
+    """Add the hit rates of the first turns and of the last, also those before the restart."""
+    edge = counted(f["edge_turns"], "turn")
+    table.add_section()
+    is_warm = "hit_rate_before" in f
+    if is_warm:
+        table.add_row(f"hit rate of the last {edge} before the restart", percent(f["hit_rate_before"]))
+    table.add_row(f"hit rate of the first {edge}{' after it' if is_warm else ''}", percent(f["first_hit_rate"]))
+    table.add_row(f"hit rate of the last {edge}", percent(f["last_hit_rate"]))
+    if is_warm:
+        table.add_row("same answers as before the restart", _yes(f["same_as_before"]))
+
+
 def closing(f: dict[str, Any]) -> str:
     """Return the sentence below the table, and the next command."""
     sooner = f["first_token_speedup"]
@@ -125,10 +177,12 @@ def closing(f: dict[str, Any]) -> str:
         f"all {f['turns']:,} answers are the same" if not changed else f"{changed:,} of {f['turns']:,} answers DIFFER"
     )
     share_hit = rate(f["reused_tokens"], f["prompt_tokens"])
+    following = f"Next, a cache of your own: {_activate()}ray start --head && raydix start --set pool.num_slots=4096"
+    if "first_hit_rate" in f and "hit_rate_before" not in f:
+        following = "Next, the same command again: it begins with the KV that is on the disk now."
     return (
         f"{share_hit} of the prompt tokens came from the cache, the first token of turns that share a prefix {when} "
-        f"on average, and {same}.\n"
-        f"Next, a cache of your own: {_activate()}ray start --head && raydix start --set pool.num_slots=4096"
+        f"on average, and {same}.\n{following}"
     )
 
 

@@ -3,7 +3,8 @@
 A Ray actor owns the cache and its KV, in shared memory. Each worker is an actor with the same random Llama-like model.
 Conversations begin with one of a few system prompts, and some prompts are far more popular than others. Each
 turn goes to a worker drawn at random, so most reused KV comes from another worker. The pool is smaller than all
-conversations together, so the cache must evict. With a tier in host memory, evicted KV is loaded from there.
+all conversations together, so the cache must evict. With a tier in host memory, evicted KV is loaded from there. With a
+tier on a disk, a second run with the same folder begins with the KV of the first.
 
 Then the same conversations run again, with every prompt computed from scratch. The two runs must give the same answers,
 token by token. The time to first token starts when a worker begins to serve a request. It includes the wait for the
@@ -13,8 +14,9 @@ cache, and leaves out the wait for a busy worker.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.cluster.deploy import shutdown_cache, start_cache_async
+from raydix.actors.demo.earlier_run import CACHE, EarlierRun
 from raydix.actors.demo.workload import (
     LONG_LOAD,
     MAX_POSITIONS,
@@ -38,7 +41,7 @@ from raydix.actors.demo.workload import (
     wanted_slots,
 )
 from raydix.actors.huggingface.worker import Generation, TransformersWorker, pool_config_for
-from raydix.schemas import CacheConfig, CacheStats, HostConfig, TierStats
+from raydix.schemas import CacheConfig, CacheStats, CacheUnavailable, HostConfig
 from raydix.schemas.shown import percent
 
 MODEL = {  # 15 million parameters: one core prefills 1,000 tokens in about half a second
@@ -53,6 +56,9 @@ MODEL = {  # 15 million parameters: one core prefills 1,000 tokens in about half
     "initializer_range": 0.05,  # larger than usual, so that an answer depends on all of its prompt
     "eos_token_id": None,  # random weights would generate it by chance
 }
+WARM_SHARE = 0.8  # of the last hit rate before a restart, which the first one after it must reach
+_POLL_S = 0.05
+_EDGE = 4  # the first and the last hit rate are those of a quarter of the turns
 
 
 @dataclass
@@ -82,12 +88,22 @@ class Run:
         return sum(turn.answer.prefix_len for turn in self.turns.values())
 
     def loaded_tokens(self) -> int:
-        """Return the reused tokens so far that were loaded from host memory."""
+        """Return the reused tokens so far that were loaded from host memory or a disk."""
         return sum(turn.answer.loaded_len for turn in self.turns.values())
 
     def hit_rate(self) -> float:
         """Return the share of reused tokens."""
-        return self.reused_tokens() / self.prompt_tokens()
+        return _hit_rate(self.turns.values())
+
+    def edges(self) -> tuple[int, float, float]:
+        """Return a number of turns, and the hit rates of so many that ended first, and last."""
+        turns, number = list(self.turns.values()), max(1, len(self.turns) // _EDGE)
+        return number, _hit_rate(turns[:number]), _hit_rate(turns[-number:])
+
+    def digest(self) -> str:
+        """Return a digest of all answers."""
+        answers = [(key, self.turns[key].answer.token_ids) for key in sorted(self.turns)]
+        return hashlib.sha256(repr(answers).encode()).hexdigest()
 
     def first_token_ms(self) -> NDArray[np.float64]:
         """Return the times to first token of the turns that share a prefix with an earlier one."""
@@ -102,6 +118,12 @@ class Run:
         """Update the peaks."""
         self.peak_slots = max(self.peak_slots, stats.num_slots - stats.free_slots)
         self.peak_waiters = max(self.peak_waiters, stats.waiters)
+
+
+def _hit_rate(turns: Iterable[Turn]) -> float:
+    """Return the share of reused prompt tokens."""
+    reused, asked = np.sum([(turn.answer.prefix_len, turn.prompt_len) for turn in turns], axis=0)
+    return float(reused / asked)
 
 
 class Workers:
@@ -167,13 +189,17 @@ async def demonstrate(load: Workload, console: Console) -> dict[str, Any]:
     conversations = draw_conversations(load)
     pool = pool_config_for(MODEL, load.pool_tokens, dtype="float32", device="cpu")
     host = HostConfig(num_slots=load.host_tokens) if load.host_tokens else None
-    cache = await start_cache_async(CacheConfig(page_size=PAGE_SIZE, pool=pool, host=host))
+    config = CacheConfig(page_size=PAGE_SIZE, pool=pool, host=host, disk=load.disk)
+    before = EarlierRun.of(load)
+    cache = await start_cache_async(config, name=CACHE if load.disk else None)
     workers = Workers(cache, load)
     with progress_on(console) as progress:
         loading = progress.add_task("workers load the model", total=None)
         await asyncio.gather(*(actor.open.remote() for actor in workers.actors))
         progress.remove_task(loading)
         async with PrefixCacheClient(cache) as client:
+            if load.disk is not None:
+                await _until_disk_is_open(client)
 
             async def note(run: Run) -> None:
                 run.note_pool(await client.stats())
@@ -183,7 +209,31 @@ async def demonstrate(load: Workload, console: Console) -> dict[str, Any]:
             stats = await client.stats()
             off = await serve(conversations, partial(workers.generate, reuse=False), note, progress, "cache off")
     await asyncio.to_thread(shutdown_cache, cache)
-    return summary(on, off, stats) | {"wanted_slots": wanted_slots(conversations, load.answer_len)}
+    figures = summary(on, off, stats) | {"wanted_slots": wanted_slots(conversations, load.answer_len)}
+    return figures if load.disk is None else figures | _restart(on, load, before)
+
+
+async def _until_disk_is_open(client: PrefixCacheClient) -> None:
+    """Wait for the tier on the disk.
+
+    Raises:
+        CacheUnavailable: it cannot be used, or another process uses it.
+    """
+    while (disk := (await client.stats()).disk) is not None and disk.state != "ready":
+        if disk.state not in ("opening", "reading"):
+            raise CacheUnavailable(f"the demo's disk is not ready: {disk.state}")
+        await asyncio.sleep(_POLL_S)
+
+
+def _restart(on: Run, load: Workload, before: EarlierRun | None) -> dict[str, Any]:
+    """Return the figures of the first turns, and of the last before the restart. Keep those of this run."""
+    number, first, last = on.edges()
+    run = EarlierRun(last, on.digest())
+    run.keep(load)
+    figures = {"edge_turns": number, "first_hit_rate": first, "last_hit_rate": last}
+    if before is None:
+        return figures
+    return figures | {"hit_rate_before": before.last_hit_rate, "same_as_before": run.answers == before.answers}
 
 
 def summary(on: Run, off: Run, stats: CacheStats) -> dict[str, Any]:
@@ -211,16 +261,25 @@ def summary(on: Run, off: Run, stats: CacheStats) -> dict[str, Any]:
         "peak_waiters": on.peak_waiters,
         "acquires_refused": stats.exhausted,
     }
-    return figures if stats.host is None else figures | _loads(on, off, stats.host)
+    if (host := stats.host) is not None:
+        figures |= {
+            "host_slots": host.slots.num_slots,
+            "host_tokens_written": host.tokens_written,
+            "host_tokens_dropped": host.tokens_dropped,
+        }
+    if (disk := stats.disk) is not None:
+        figures |= {
+            "disk_slots": disk.slots.num_slots,
+            "disk_tokens_written": disk.tokens_written,
+            "disk_tokens_loaded": disk.tokens_loaded,
+        }
+    return figures if host is None and disk is None else figures | _long_loads(on, off)
 
 
-def _loads(on: Run, off: Run, host: TierStats) -> dict[str, Any]:
-    """Return the figures of the tier in host memory, and of the turns that loaded `LONG_LOAD` tokens or more."""
+def _long_loads(on: Run, off: Run) -> dict[str, Any]:
+    """Return the figures of the turns that loaded `LONG_LOAD` tokens or more."""
     long = [key for key, turn in on.turns.items() if turn.answer.loaded_len >= LONG_LOAD]
     return {
-        "host_slots": host.slots.num_slots,
-        "host_tokens_written": host.tokens_written,
-        "host_tokens_dropped": host.tokens_dropped,
         "long_loads": len(long),
         "long_load_ms_on": on.first_token_ms_of(long) if long else None,
         "long_load_ms_off": off.first_token_ms_of(long) if long else None,
@@ -238,6 +297,12 @@ def broken_promises(figures: dict[str, Any], load: Workload) -> list[str]:
     if figures.get("long_loads"):
         half = figures["long_load_ms_on"] <= figures["long_load_ms_off"] / 2
         promises[f"first token of turns that load {LONG_LOAD} tokens or more at least 2x sooner"] = half
+    if "hit_rate_before" in figures:
+        is_warm = figures["first_hit_rate"] >= WARM_SHARE * figures["hit_rate_before"]
+        promises |= {
+            f"first hit rate after the restart at least {percent(WARM_SHARE, 0)} of the last before it": is_warm,
+            "answers identical before and after the restart": figures["same_as_before"],
+        }
     if load.is_default():
         promises |= {
             "hit rate above 60 %": figures["hit_rate"] > 0.6,

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from raydix.schemas import DiskConfig
+
 PAGE_SIZE = 16
 VOCABULARY = 4096
 MAX_POSITIONS = 32_768  # the model's limit
@@ -33,6 +35,7 @@ class Workload:
     pool_tokens: int = 7168
     seed: int = 0
     host_tokens: int = 0  # slots of the tier in host memory; 0: there is none
+    disk: DiskConfig | None = None  # the tier on a local disk
 
     def __post_init__(self) -> None:
         longest = self.system_prompt_len + self.turns * (self.message_len + self.answer_len)

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from rich.table import Table
 from support.processes.command_line import run
 
 from raydix.actors.cli.demo import closing, table_of
+from raydix.actors.demo.earlier_run import CACHE, EarlierRun
 from raydix.actors.demo.run import broken_promises, demonstrate
 from raydix.actors.demo.workload import LONG_LOAD, Workload, draw_conversations
+from raydix.schemas import DiskConfig
 from raydix.schemas.shown import percent
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_request.py"
-SMALL = {
+SMALL: dict[str, Any] = {
     "--conversations": 12,
     "--turns": 2,
     "--workers": 2,
@@ -112,6 +115,18 @@ HOST_FIGURES = {
 }
 
 
+DISK_FIGURES = {
+    "loaded_tokens": 350,
+    "disk_slots": 11_264,
+    "disk_tokens_written": 2_368,
+    "disk_tokens_loaded": 300,
+    "edge_turns": 6,
+    "first_hit_rate": 0.95,
+    "last_hit_rate": 0.96,
+}
+RESTART_FIGURES = {"hit_rate_before": 0.97, "same_as_before": True}
+
+
 def text_of(table: Table) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(table)
@@ -143,6 +158,32 @@ def test_with_a_host_tier_the_table_names_the_loaded_tokens() -> None:
     assert ["... tokens evicted before they were written", "96", ""] in rows
 
 
+def test_with_a_disk_the_table_compares_the_hit_rates_around_the_restart() -> None:
+    def rows_of(figures: dict[str, Any]) -> list[list[str]]:
+        lines = text_of(table_of(figures)).splitlines()
+        return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+
+    cold, warm = FIGURES | DISK_FIGURES, FIGURES | HOST_FIGURES | DISK_FIGURES | RESTART_FIGURES
+
+    rows = rows_of(warm)
+    assert rows[1:3] == [
+        ["... loaded from host memory for the turn", "50 (5.0 %)", "-"],
+        ["... loaded from the disk for the turn", "300 (30.0 %)", "-"],
+    ]
+    place = rows.index(["hit rate of the last 6 turns before the restart", "97.0 %", ""])
+    assert rows[place + 1 : place + 4] == [
+        ["hit rate of the first 6 turns after it", "95.0 %", ""],
+        ["hit rate of the last 6 turns", "96.0 %", ""],
+        ["same answers as before the restart", "yes", ""],
+    ]
+    assert ["... tokens written to it", "2,368", ""] in rows
+    rows = rows_of(cold)
+    assert ["hit rate of the first 6 turns", "95.0 %", ""] in rows
+    assert "restart" not in text_of(table_of(cold))
+    assert closing(cold).endswith("the same command again: it begins with the KV that is on the disk now.")
+    assert "a cache of your own" in closing(warm)
+
+
 def test_without_long_loads_the_table_has_no_time_of_them() -> None:
     none = {"long_loads": 0, "long_load_ms_on": None, "long_load_ms_off": None}
 
@@ -163,6 +204,63 @@ async def test_a_small_load_keeps_every_promise_above_a_host_tier(ray_cluster: N
     assert figures["hit_rate"] > 0.7  # it depends on the order of requests
     assert figures["loaded_tokens"] > 0
     assert figures["host_slots"] == 4096
+
+
+@pytest.mark.more
+@pytest.mark.ray
+@pytest.mark.figures
+async def test_a_second_run_on_the_same_disk_begins_as_warm_as_the_first_one_ended(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    disk = DiskConfig(path=str(tmp_path), num_slots=4096, direct_io="off")
+    load = Workload(
+        conversations=8, turns=2, workers=1, system_prompts=1, system_prompt_len=512, pool_tokens=704, disk=disk
+    )
+
+    first, second = [await demonstrate(load, Console(file=io.StringIO())) for _ in range(2)]
+
+    print(f"\n{ {name: second[name] for name in (*DISK_FIGURES, *RESTART_FIGURES)} }")
+    assert "hit_rate_before" not in first
+    assert first["disk_tokens_written"] >= 512  # the system prompt at least
+    assert broken_promises(first, load) == broken_promises(second, load) == []
+    assert second["hit_rate_before"] == first["last_hit_rate"]
+    assert second["first_hit_rate"] >= 0.8 * first["last_hit_rate"]
+    assert second["same_as_before"]
+    assert second["disk_tokens_loaded"] >= 512
+
+
+def test_a_run_before_is_that_of_the_same_load_on_a_disk_that_was_not_cleared(tmp_path: Path) -> None:
+    load = Workload(disk=DiskConfig(path=str(tmp_path), num_slots=11_264))
+    assert EarlierRun.of(Workload()) is None
+    assert EarlierRun.of(load) is None
+    run = EarlierRun(0.9, "digest")
+    run.keep(load)
+    assert EarlierRun.of(load) is None, "the disk has no index"
+    index = tmp_path / CACHE / "layout" / "index.db"
+    index.parent.mkdir(parents=True)
+    index.touch()
+
+    assert EarlierRun.of(load) == run
+    assert EarlierRun.of(replace(load, turns=5)) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CACHE, "demo.json"]
+    (tmp_path / "demo.json").write_text("{")
+    assert EarlierRun.of(load) is None
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.figures
+def test_the_demo_run_twice_on_a_disk_keeps_its_hit_rate_and_its_answers(tmp_path: Path) -> None:
+    first, second = (figures_of("--disk", tmp_path) for _ in range(2))
+
+    print(
+        f"\nhit rate of the last {first['edge_turns']} turns {first['last_hit_rate']:.3f}, of the first after the "
+        f"restart {second['first_hit_rate']:.3f}, {second['disk_tokens_loaded']:,} tokens loaded from the disk; "
+        f"first token of {second['long_loads']} turns that load {LONG_LOAD} tokens or more: "
+        f"{second['long_load_ms_on']:.0f} ms, computed {second['long_load_ms_off']:.0f} ms"
+    )
+    assert second["first_hit_rate"] >= 0.8 * first["last_hit_rate"]
+    assert second["same_as_before"]
 
 
 @pytest.mark.long
@@ -214,6 +312,9 @@ def test_a_pool_too_small_for_one_conversation_is_refused_at_once() -> None:
         (("--conversations", 3, "--turns", 1, "--system-prompts", 3, "--seed", 1), "no prompt shares a prefix"),
         (("--host-capacity", 15), "--host-capacity must hold a page"),
         (("--host-capacity", "1GiB"), "--host-capacity must be tokens"),
+        (("--disk", "nowhere"), "--disk must name a folder that is there, not 'nowhere'"),
+        (("--disk", "/tmp:much"), "--disk PATH:SIZE must be"),
+        (("--disk", "/tmp:15"), "--disk PATH:SIZE must hold a page"),
         (("--system-prompt-len", 33_000, "--pool-tokens", 65_536), "grows to 33256 tokens, but the model takes 32768"),
     ],
 )
@@ -232,6 +333,15 @@ def test_a_wrong_load_is_refused_at_once(options: tuple[object, ...], complaint:
         ),
         ({"long_loads": 1, "long_load_ms_on": 50.0, "long_load_ms_off": 100.0}, []),
         ({"long_loads": 0, "long_load_ms_on": None, "long_load_ms_off": None}, []),
+        ({"hit_rate_before": 0.9, "first_hit_rate": 0.73, "same_as_before": True}, []),
+        (
+            {"hit_rate_before": 0.9, "first_hit_rate": 0.71, "same_as_before": True},
+            ["first hit rate after the restart at least 80 % of the last before it"],
+        ),
+        (
+            {"hit_rate_before": 0.9, "first_hit_rate": 0.9, "same_as_before": False},
+            ["answers identical before and after the restart"],
+        ),
         ({"first_token_speedup": 2.9}, ["first token at least 3x sooner"]),
         ({"identical_turns": 23}, ["greedy answers identical with and without the cache"]),
     ],
