@@ -51,6 +51,7 @@ PRINTED = {  # the output that a guide's comments promise
     "tiers.md": [
         "0 512\n0 of 512 tokens hit; 512 more are on the host: acquire loads them\n0\n",
         "\n512 of 612 tokens had KV, 512 were loaded\nTrue\n512\n512 of 612 tokens had KV, 0 were loaded\n512\n",
+        "\n512 of 512 tokens had KV, 0 came from the disk\n512\n512 of 512 tokens had KV, 512 came from the disk\n",
     ],
     "size.md": ["2048 bytes a token, 128 MiB"],
     "deploy.md": ["True\n"],
@@ -97,11 +98,13 @@ def type_in(line: str, shown: str | None, output: list[str]) -> None:
     """Run a line of a shell.
 
     If the guide shows the output, it must have the rows that the command prints. An error must be the same word for
-    word.
+    word. The disk `/nvme` is the working folder.
     """
-    match shlex.split(line, comments=True):
+    match shlex.split(line.replace("/nvme", str(Path.cwd())), comments=True):
         case ["cat", name]:
             Path(name).write_text(shown or "")
+        case ["mkdir", "-p", folder]:
+            Path(folder).mkdir(parents=True)
         case ["python", name]:
             execute(Path(name).read_text())
             Path(name).unlink()
