@@ -27,6 +27,8 @@ class LocalPrefixCache(PrefixCacheClient):
     rejected until the cache is closed. Like any client it stays on the loop of its first verb: if that loop ends, make
     another cache.
 
+    The KV of its disk tier lies in `disk.path`/local, so a path serves one local cache at a time.
+
     Raises:
         InvalidRequest: `config` is not a CacheConfig.
         CacheUnavailable: the pool does not fit in memory, the device is not there, or the disk cannot be used. For a

@@ -295,8 +295,8 @@ class PrefixCacheClient:
                 state at the end of each page, as a request seldom knows where its answer ends. Where none is free or
                 evictable, it is None.
             load: False takes only KV that is in the pool.
-            load_timeout_s: seconds for the load, after the wait for slots; None: `HostConfig.load_timeout_s`; 0: do not
-                load. If the load is late or fails, the lease has the prefix that is there.
+            load_timeout_s: seconds for the load, after the wait for slots; None: `load_timeout_s` of each
+                tier; 0: do not load. If the load is late or fails, the lease has the prefix that is there.
 
         Returns:
             The lease, to be awaited or entered once. `lease.slots` has `len(tokens) + new_tokens` entries: the first
@@ -577,7 +577,8 @@ class PrefixCacheClient:
     ) -> MatchResponse:
         """Return how many tokens of `tokens` are cached. A probe: it locks nothing and changes no recency.
 
-        `host_len` of the result also counts tokens that an `acquire` or `lock` would load from the host tier.
+        `host_len` of the result also counts tokens that an `acquire` or `lock` would load from the host tier, and
+        `disk_len` those that it would load from the host tier or the disk.
         """
         namespace = checked_namespace(extra_key, lora_id, cache_salt)
         return await self._ask(make_request(MatchRequest, tokens=tokens, namespace=namespace), MatchResponse)
@@ -657,7 +658,12 @@ class PrefixCacheClient:
     async def reset(self) -> None:
         """Make everything unmatchable and free it; running leases keep their slots, but can no longer publish.
 
-        The label of the base's weights is forgotten.
+        The label of the base's weights is forgotten. With a disk tier, `reset`, `retire` and `set_weights` return when
+        the disk has committed them.
+
+        Raises:
+            CacheUnavailable: the disk has not done so within `disk.load_timeout_s`: only a restart before it does can
+                bring the KV back. Call again to wait for it.
         """
         await self._ask(ResetRequest(), Ack)
 

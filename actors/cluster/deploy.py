@@ -77,12 +77,13 @@ def start_cache(
 
     Args:
         name: name for `connect(name)`; 1 to 128 printable characters other than "/". If a cache of that name runs with
-            the same configuration, return its handle. If one is shutting down, wait for its end.
+            the same configuration, return its handle. If one is shutting down, wait for its end. A cache with a disk
+            tier must have a name: the next cache of that name has its KV.
         num_gpus: share of a GPU to reserve. None: 0.1 if the cluster has GPUs and the pool has tensors that may lie on
             one, else 0.
-        max_restarts: number of restarts after crashes, -1 for any number. A restarted cache is empty. Its clients go on
-            with it; their old leases raise `StaleEpoch`. Use 0 for a detached cache in a placement group: Ray restarts
-            such an actor forever after the group is removed.
+        max_restarts: number of restarts after crashes, -1 for any number. A restarted cache is empty, but for a disk
+            tier. Its clients go on with it; their old leases raise `StaleEpoch`. Use 0 for a detached cache in a
+            placement group: Ray restarts such an actor forever after the group is removed.
         timeout_s: time limit, including the wait for another cache of that name to end. None: 60 s, and 4 s for each
             GiB of the pool, which is reserved in full before the cache is ready. For a disk tier, also the time that
             its folder may still be in use, and that its index takes.
@@ -100,6 +101,11 @@ def start_cache(
     checked_seconds(timeout_s)
     if name is not None:
         checked_name(name)
+    elif config.disk is not None and config.pool.has_tensors:
+        raise InvalidRequest(
+            "name must be given for a cache with a disk tier: its folder has that name, and the next cache of that "
+            "name finds the KV"
+        )
     if not ray.is_initialized():
         ray.init()
     if num_gpus is None:

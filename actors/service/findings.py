@@ -189,4 +189,4 @@ def restarts_finding(restarts: Restarts) -> str:
         return ""
     counts = "; ".join(f"{cause}, {counted(count, 'time')}" for cause, count in restarts.causes)
     remedy = f": {_REMEDY}" if OUT_OF_MEMORY in dict(restarts.causes) else ""
-    return f"Ray restarted the cache, empty: {counts}{remedy}"
+    return f"Ray restarted the cache, empty in memory: {counts}{remedy}"

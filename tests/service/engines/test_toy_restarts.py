@@ -203,4 +203,4 @@ def test_the_engines_warning_counts_the_restarts_by_cause(
 
     wait_until(lambda: "ended by Ray, 2 times" in caplog.text)  # of the last outage; it may be seen before its restart
     line = next(each for each in caplog.text.splitlines() if "ended by Ray, 2 times" in each)
-    assert "so the engine computes all KV itself: " in line and "Ray restarted the cache, empty: " in line
+    assert "so the engine computes all KV itself: " in line and "Ray restarted the cache, empty in memory: " in line

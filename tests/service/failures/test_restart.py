@@ -146,7 +146,7 @@ async def test_what_ray_restarted_is_shown_as_such_with_the_cause(ray_cluster: N
     assert row["uptime_s"] > third.uptime_s
     assert row["restart_causes"] == {"killed or crashed": 1, "ended by Ray": 1}
     (finding,) = row["findings"]
-    assert finding == "Ray restarted the cache, empty: killed or crashed, 1 time; ended by Ray, 1 time"
+    assert finding == "Ray restarted the cache, empty in memory: killed or crashed, 1 time; ended by Ray, 1 time"
     assert finding in " ".join(shown["list"].split())
     assert f"warning: {finding}" in " ".join(shown["stats"].split())
     assert f"restarts: 2, the last one: {third.last_restart_cause}" in " ".join(shown["stats"].split())

@@ -18,7 +18,7 @@ from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.gated_loads import PAGE
 from support.tiers.settled_disk import settled, tier_of
 
-from raydix.actors import Lease, Loaded, LocalPrefixCache
+from raydix.actors import Lease, Loaded, LocalPrefixCache, start_cache
 from raydix.actors.tiers import tier_loads
 from raydix.cache_core.tiers.page_records import PageRecords
 from raydix.schemas import (
@@ -30,6 +30,7 @@ from raydix.schemas import (
     EvictionConfig,
     GhostConfig,
     HostConfig,
+    InvalidRequest,
     LeaseConfig,
     ModelFingerprint,
     PoolConfig,
@@ -457,3 +458,8 @@ async def test_kv_that_leaves_memory_before_it_is_written_is_counted(tmp_path: P
         assert stats is not None
         assert (stats.tokens_dropped, stats.pages_used, stats.tokens_written) == (ALL, 0, 0)
         assert (why.prefix_len, why.disk_len, why.was_dropped) == (0, 0, True)
+
+
+def test_a_cache_actor_with_a_disk_needs_a_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="name must be given for a cache with a disk tier"):
+        start_cache(disk_config(tmp_path))

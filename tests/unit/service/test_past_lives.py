@@ -113,7 +113,7 @@ def test_findings_name_the_count_of_each_cause_and_the_remedy() -> None:
 
     assert f"{OUT_OF_MEMORY}, 12 times; cause unknown, 1 time: give the pool or the host tier fewer slots" in text
     assert restarts_finding(Restarts(2, "", (("ended by Ray", 2),))) == (
-        "Ray restarted the cache, empty: ended by Ray, 2 times"
+        "Ray restarted the cache, empty in memory: ended by Ray, 2 times"
     )
     assert restarts_finding(NEVER_RESTARTED) == ""
 
