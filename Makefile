@@ -149,8 +149,9 @@ coverage: $(STAMP)  ## lines and branches that test and test-more run, with the 
 	done; \
 	$(BIN)/python tests/support/coverage/table.py build/coverage/test.json build/coverage/more.json && exit $$status
 
-bench: $(STAMP)  ## every measurement in one table, as `make bench ARGS="core scale --quick"`; fails where a gate is missed
-	PYTHONPATH=$(CURDIR)/tests RAYDIX_BENCH_GATE=1 $(BIN)/python -m benchmarks $(ARGS)
+# disk-peers runs in the engines' environment.
+bench: $(if $(filter disk-peers,$(ARGS)),$(ENGINES_STAMP),$(STAMP))  ## every measurement in one table, as `make bench ARGS="core scale --quick"`; fails where a gate is missed
+	PYTHONPATH=$(CURDIR)/tests RAYDIX_BENCH_GATE=1 $(if $(filter disk-peers,$(ARGS)),$(ENGINES),$(BIN))/python -m benchmarks $(ARGS)
 	$(if $(ARGS),,RAYDIX_BENCH_GATE=1 $(BIN)/pytest tests/benchmarks/test_owner_death.py tests/benchmarks/test_report.py \
 		tests/service/failures/test_overload.py -s)
 

@@ -6,10 +6,19 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from benchmarks import __main__ as command
-from benchmarks import bench_data_plane, bench_end_to_end, bench_scale, bench_tier_writes, tier_rates, tier_speed
+from benchmarks import (
+    bench_data_plane,
+    bench_disk_peers,
+    bench_end_to_end,
+    bench_scale,
+    bench_tier_writes,
+    tier_rates,
+    tier_speed,
+)
 from benchmarks.bench_data_plane import PAGE, Plane
 from benchmarks.figures import Figure
 from support.models.sample_trace import PROMPTS, write_trace
@@ -91,6 +100,20 @@ def test_a_figure_that_misses_its_gate_is_measured_again(monkeypatch: pytest.Mon
 def test_an_unknown_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, FIGURES, "scales")
+
+
+def test_a_group_that_needs_vllm_runs_only_if_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in command.GROUPS.values():
+        monkeypatch.setattr(f"benchmarks.{module}.figures", lambda quick: [])
+    monkeypatch.setattr(bench_disk_peers, "figures", lambda quick: FIGURES)
+
+    run(monkeypatch, [])
+    assert FIGURES[0].what not in capsys.readouterr().out
+
+    run(monkeypatch, [], "disk-peers")
+    assert FIGURES[0].what in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- tiny runs
@@ -175,3 +198,36 @@ def test_copies_take_virtual_time(tmp_path: Path) -> None:
     assert slow.host.tokens_written == 0 < slow.host.tokens_dropped
     assert fast.host.tokens_written > 0 < fast.host.tokens_loaded
     assert fast.host.tokens_dropped < slow.host.tokens_dropped
+
+
+def test_disks_are_not_measured_without_vllm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_disk_peers, "find_spec", lambda name: None)
+
+    assert bench_disk_peers.figures(quick=True) == []
+    assert "vLLM is not installed: make bench ARGS=disk-peers" in capsys.readouterr().out
+
+
+def test_one_bit_of_a_number_in_the_middle_of_a_record_is_flipped(tmp_path: Path) -> None:
+    file = tmp_path / "records"
+    before = np.ones(64, np.float32)
+    before.tofile(file)
+
+    bench_disk_peers.flip(file, 128, 128)
+
+    after = np.fromfile(file, np.float32)
+    assert np.flatnonzero(after != before).tolist() == [48]
+    assert np.bitwise_xor(before.view(np.uint32), after.view(np.uint32))[48] == 1 << 30
+
+
+def test_wrong_answers_of_our_own_disk_fail_and_those_of_a_peer_do_not() -> None:
+    answers = [bench_disk_peers.Answer([1, 2], 0.1, 32), bench_disk_peers.Answer([], float("nan"), 0)]
+    wrong = "right answers after one flipped byte in each prompt, Raydix"
+    for name, failed in (("Raydix", [wrong]), ("LMCache", [])):
+        course = bench_disk_peers.Course(name, 0, 1, 2, answers[:1] * 2, answers[:1] * 2, answers, [[1, 2], [1, 2]])
+
+        found = list(bench_disk_peers.course_figures(course, length=64, kv_bytes=2))
+
+        assert [figure.what for figure in found if figure.failed] == failed
+        assert next(figure.ratio for figure in found if "used twice" in figure.what) == 1

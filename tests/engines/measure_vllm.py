@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import ray
 from support.engines.engine_process import EngineProcess
 from support.engines.laboratory import BLOCK, Laboratory, prompt, slot_bytes
+from support.engines.lmcache_server import LMCacheServer
 
 MODEL = {
     "hidden_size": 768,
@@ -29,26 +27,6 @@ MODEL = {
     "num_attention_heads": 12,
     "num_key_value_heads": 12,
 }  # about 86M parameters
-LMCACHE_PORT = 6590
-
-
-def start_lmcache(folder: Path) -> subprocess.Popen[bytes]:
-    command = [
-        str(Path(sys.executable).parent / "lmcache"),
-        *(
-            "server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(LMCACHE_PORT),
-            "--l1-size-gb",
-            "4",
-            "--eviction-policy",
-            "LRU",
-        ),
-        *("--chunk-size", str(BLOCK), "--supported-transfer-mode", "auto", "--shm-name", f"lm{uuid4().hex[:8]}"),
-    ]
-    return subprocess.Popen(command, stdout=(folder / "lmcache.log").open("wb"), stderr=subprocess.STDOUT)
 
 
 def first_token(engine: EngineProcess, tokens: list[int]) -> float:
@@ -83,15 +61,9 @@ def main() -> None:
     engines["raydix"] = [laboratory.start_engine(model, cache, settings=settings, **engine_options) for _ in range(2)]
     server = None
     if options.lmcache:
-        server = start_lmcache(folder)
-        time.sleep(30)
-        transfer = {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-            "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": LMCACHE_PORT},
-        }
+        server = LMCacheServer(folder / "lmcache.log", chunk_size=BLOCK)
         engines["lmcache"] = [
-            laboratory.start_engine(model, "unused", transfer=transfer, **engine_options) for _ in range(2)
+            laboratory.start_engine(model, "unused", transfer=server.transfer, **engine_options) for _ in range(2)
         ]
     for each in engines.values():
         for engine in each:
@@ -124,7 +96,7 @@ def main() -> None:
     print(f"tokens hit, raydix: {hits}")
     laboratory.close()
     if server is not None:
-        server.kill()
+        server.close()
     ray.shutdown()
 
 
