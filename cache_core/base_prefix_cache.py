@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -287,6 +287,13 @@ class BasePrefixCache(ABC):
     def resident_pages(self) -> Iterable[PageRun]:
         """Return the matchable pages, as stored events name them, parents before children. O(n)."""
         return ()
+
+    def walk_pages(self) -> Iterator[Iterable[PageRun]]:
+        """Yield the pages of `resident_pages` part by part; the tree may change in between.
+
+        Each page that no event names meanwhile is there once.
+        """
+        yield self.resident_pages()
 
     def name_end(self, node: Any, unnamed_from: int) -> None:  # noqa: B027 -- optional
         """Publish, in a cache that publishes ends of matches, that a request's prompt or answer ends at a node.

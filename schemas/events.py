@@ -391,10 +391,10 @@ class PackedEvents(Answer):
         return [unpack_batch(packed, after_seq) for packed in self.batches]
 
     def snapshot(self) -> KVEventSnapshot:
-        """Return the full snapshot that travels as one batch of `BlockStored`."""
-        (batch,) = self.unpack()
-        stored = tuple([event for event in batch.events if isinstance(event, BlockStored)])
-        return KVEventSnapshot(epoch=batch.epoch, seq=batch.seq, events=stored)
+        """Return the full snapshot that travels as batches of `BlockStored`, all of one number."""
+        batches = self.unpack()
+        stored = tuple([event for batch in batches for event in batch.events if isinstance(event, BlockStored)])
+        return KVEventSnapshot(epoch=batches[0].epoch, seq=batches[0].seq, events=stored)
 
 
 def pack_batch(batch: SlimEventBatch, blocks: Blocks | None = None) -> bytes:

@@ -33,7 +33,7 @@ def export_events(
         str | None, typer.Option(metavar="GPU|CPU", help="Where consumers find the KV. Default: where the pool is.")
     ] = None,
     tiers: Annotated[
-        list[str] | None, typer.Option("--tier", metavar="device|host", help="Repeatable. Default: all tiers.")
+        list[str] | None, typer.Option("--tier", metavar="device|host|disk", help="Repeatable. Default: all tiers.")
     ] = None,
     connect: Annotated[
         bool, typer.Option("--connect", help="Connect to ADDRESS, which the consumer has bound.")

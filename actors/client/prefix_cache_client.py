@@ -578,7 +578,7 @@ class PrefixCacheClient:
         """Return how many tokens of `tokens` are cached. A probe: it locks nothing and changes no recency.
 
         `host_len` of the result also counts tokens that an `acquire` or `lock` would load from the host tier, and
-        `disk_len` those that it would load from the host tier or the disk.
+        `disk_len` those that it would load from the disk, too.
         """
         namespace = checked_namespace(extra_key, lora_id, cache_salt)
         return await self._ask(make_request(MatchRequest, tokens=tokens, namespace=namespace), MatchResponse)
@@ -648,7 +648,7 @@ class PrefixCacheClient:
 
         Args:
             num_tokens: see above.
-            tier: "device", the pool, or "host", the tier in host memory. Each evicts its own KV alone.
+            tier: "device", the pool; "host", the tier in host memory; or "disk". Each evicts its own KV alone.
 
         Raises:
             InvalidRequest: the cache has no such tier; the message names its tiers.
@@ -718,7 +718,8 @@ class PrefixCacheClient:
         """Return where a match of `tokens` ends, and why it goes no further: a probe. Printed, it is a sentence.
 
         The reasons: never stored, evicted (when, and for which request), retired, in another namespace, a missing
-        window or state, or less than a page. The cache remembers its latest 16,384 evictions for it.
+        window or state, or less than a page. If tiers below have more, it says how many tokens, and where; also when
+        they left the disk. The cache remembers its latest 16,384 evictions for it.
         """
         namespace = checked_namespace(extra_key, lora_id, cache_salt)
         return await self._ask(make_request(ExplainRequest, tokens=tokens, namespace=namespace), ExplainResponse)
@@ -785,8 +786,8 @@ class PrefixCacheClient:
         Args:
             after_seq: go on after this event of the present epoch; None: from the beginning, with a gap if that is long
                 ago. Each epoch numbers its events from 1: compare epochs before you use a number across a restart.
-            tier: "device": the pool. "host": the tier in host memory, if there is one. Each tier has numbers of its
-                own, and a page may be in several.
+            tier: "device": the pool. "host": the tier in host memory, if there is one. "disk": that on a local disk.
+                Each tier has numbers of its own, and a page may be in several.
 
         Raises:
             InvalidRequest: `after_seq` is not the number of an event, or the cache publishes no events, or has no such
@@ -803,8 +804,8 @@ class PrefixCacheClient:
 
         With `events="slim"` it is a `SlimEventSnapshot`: the hashes of the pages.
 
-        It includes the results of this client's requests before. The cache does nothing else while it walks its tree:
-        about 10 us a node, and 0.1 us a page.
+        It includes the results of this client's requests before. The cache does nothing else while it walks the tree of
+        its pool: about 10 us a node, and 0.1 us a page. Large tiers below are walked 1 ms at a time.
 
         Args:
             tier: as in `events`.
@@ -812,7 +813,7 @@ class PrefixCacheClient:
         Raises:
             InvalidRequest: the cache publishes no events, or has no such tier.
         """
-        response = (await self.session.ask(make_request(EventSnapshotRequest, tier=tier)))[0]
+        response = await self._ask(make_request(EventSnapshotRequest, tier=tier), Message)
         if isinstance(response, SlimEventSnapshot):
             return response
         return checked_response(PackedEvents, response).snapshot()

@@ -84,7 +84,8 @@ def _attributes_of(value: Any) -> Attributes:
         found: Attributes = {"raydix.prefix_len": value.prefix_len, "raydix.loaded_len": sum(value.loaded)}
         return lease | found | {"raydix.num_slots": len(value)}
     if isinstance(value, MatchResponse):
-        return {"raydix.prefix_len": value.prefix_len, "raydix.host_len": value.host_len}
+        below = {"raydix.host_len": value.host_len, "raydix.disk_len": value.disk_len}
+        return {"raydix.prefix_len": value.prefix_len, **below}
     if isinstance(value, InsertResponse):
         return {"raydix.num_inserted": value.num_inserted, "raydix.num_duplicates": value.num_duplicates}
     return {}

@@ -50,8 +50,9 @@ class VllmEventExporter:
     the blocks of a subscriber that missed no batch are the cache's blocks, late by the way of the events.
 
     All tiers of a cache go into the same batches, each event with its medium: "GPU" of the pool, "CPU" of the host
-    tier. A snapshot lists the blocks of all tiers, and `AllBlocksCleared` comes only before one, since it names no
-    medium. So also when a single tier lost events or was cleared, the blocks of the others come again.
+    tier, "STORAGE" of the disk. A pool in host memory above a disk alone is "CPU". A snapshot lists the blocks of all
+    tiers, and `AllBlocksCleared` comes only before one, since it names no medium. So also when a single tier lost
+    events or was cleared, the blocks of the others come again.
 
     A subscriber that missed batches asks the replay socket for them. If they are not kept any more, the exporter
     publishes a snapshot for all. Without a replay socket it does so when subscribers come. An idle exporter sends an
@@ -65,8 +66,8 @@ class VllmEventExporter:
         data_parallel_rank: in every batch. It changes no port: give each exporter its own endpoints.
         medium: where consumers find the KV: "GPU" or "CPU"; None: where the cache's pool is. The pool of an index-only
             cache is on the CPU, while the KV is the engine's. Of several tiers each event has the medium of its tier.
-        tiers: "device", "host", or both; None: all tiers of the cache. A consumer that does not look at media needs one
-            alone: else a block that leaves one tier would be gone for it.
+        tiers: some of "device", "host" and "disk"; None: all tiers of the cache. A consumer that does not look at media
+            needs one alone: else a block that leaves one tier would be gone for it.
         connect: connect to the endpoint, which the consumer has bound.
         buffer_batches, buffer_bytes: batches kept for replays.
         hwm: batches that wait for a slow subscriber, or fewer, so that they have at most 256 MB; beyond it, that one

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +25,10 @@ LINGER_S = 0.02  # a new batch of slim events waits so long for more
 _STORED, _REMOVED, _CLEARED, _PENDING, _NOT_PENDING, _LOAD_CHANGED, _END_STORED, _END_REMOVED = (
     bytes((place,)) for place in range(len(SLIM_EVENT_KINDS))
 )
+_ABOUT_PAGES = (_STORED, _REMOVED, _CLEARED)
 _NO_PAGES = np.empty(0, np.int64)
 
-
-_Event = tuple[bytes, Hashes, PageRun | None, int | None]  # kind, pages, of `PagesStored` the run, and the group
+Event = tuple[bytes, Hashes, PageRun | None, int | None]  # kind, pages, of `PagesStored` the run, and the group
 
 
 class _Batch(NamedTuple):
@@ -64,8 +66,8 @@ class EventFeed:
         load: Callable[[], CacheLoad] = CacheLoad,
         groups: tuple[BlockGroup, ...] = (),
     ) -> None:
+        self.page_size = page_size
         self._epoch = epoch
-        self._page_size = page_size
         self._medium = medium
         self._stride_tokens = stride_tokens or page_size
         self._bigram = bigram
@@ -76,12 +78,13 @@ class EventFeed:
         self._linger_s = 0.0 if medium else LINGER_S
         self._sent_load = CacheLoad()  # the load in the last batch
         self._seq = 0  # the number of the last event in a batch
-        self._events: list[_Event] = []  # later events
+        self._events: list[Event] = []  # later events
         self._num_pages = 0  # the pages of these events
         self._max_pages = MAX_BATCH_BYTES // (8 + 4 * page_size if medium else 8)
         self._kept: list[_Batch] = []  # the last batches
         self._num_bytes = 0
         self._first_seq = 0  # the number of the event before the first kept batch
+        self._recordings: list[list[Event]] = []
         self._news: asyncio.Future[None] | None = None  # readers wait for it; the next event sets it
         self._load_check: asyncio.TimerHandle | None = None
         self._closed = False
@@ -99,6 +102,8 @@ class EventFeed:
     def stored_as_ends(self, run: PageRun) -> None:
         """Publish that pages are stored, and that a match may end at each."""
         self._events.append((_STORED, run.hashes, run, None))
+        for recording in self._recordings:
+            recording.append((_STORED, run.hashes, run, None))
         self._num_pages += len(run.hashes)
         self._add(_END_STORED, _NO_PAGES)
 
@@ -124,6 +129,9 @@ class EventFeed:
 
     def _add(self, kind: bytes, hashes: Hashes, run: PageRun | None = None, group: int | None = None) -> None:
         self._events.append((kind, hashes, run, group))
+        if self._recordings and kind in _ABOUT_PAGES:
+            for recording in self._recordings:
+                recording.append((kind, hashes, run, group))
         self._num_pages += len(hashes)
         if self._num_pages >= self._max_pages or len(self._events) >= MAX_BATCH_EVENTS:
             self._seal()
@@ -179,7 +187,7 @@ class EventFeed:
             num_dropped += 1
         del self._kept[:num_dropped]
 
-    def _pack(self, events: list[_Event], seq: int, load: CacheLoad, gap: bool = False) -> bytes:
+    def _pack(self, events: list[Event], seq: int, load: CacheLoad, gap: bool = False) -> bytes:
         """Return a batch that ends with number `seq`."""
         if self._groups:
             events = _without_repeats(events)
@@ -221,8 +229,27 @@ class EventFeed:
             await asyncio.sleep(self._linger_s)
         return self.batches_after(after_seq)
 
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """Collect the events of the block by which pages come and go."""
+        events: list[Event] = []
+        self._recordings.append(events)
+        try:
+            yield events
+        finally:
+            self._recordings = [recording for recording in self._recordings if recording is not events]
+
+    @staticmethod
+    def clears(event: Event) -> bool:
+        """Return whether all pages are gone with an event."""
+        return event[0] == _CLEARED
+
     def snapshot(
-        self, runs: Iterable[PageRun], pending: Hashes = _NO_PAGES, ends: Hashes | None = None
+        self,
+        runs: Iterable[PageRun],
+        pending: Hashes = _NO_PAGES,
+        ends: Hashes | None = None,
+        seq: int | None = None,
     ) -> PackedEvents | SlimEventSnapshot:
         """Return a reader's starting point: of full events a batch.
 
@@ -230,16 +257,17 @@ class EventFeed:
             runs: all pages that are cached now and have events, parents before children.
             pending: the pages that are pending now.
             ends: the pages at which a match may end; None: at every page.
+            seq: the number of the last event that it includes; None: of the last one that there is.
         """
-        load = self._load()
+        load, seq = self._load(), self.seq if seq is None else seq
         if self._medium:
-            stored: list[_Event] = [(_STORED, run.hashes, run, run.group) for run in runs]
-            return PackedEvents((self._pack(stored, self.seq, load),))
+            stored: list[Event] = [(_STORED, run.hashes, run, run.group) for run in runs]
+            return PackedEvents((self._pack(stored, seq, load),))
         return SlimEventSnapshot(
             self._epoch,
-            self.seq,
+            seq,
             self._stride_tokens,
-            self._page_size,
+            self.page_size,
             self._bigram,
             _joined([run.hashes for run in runs]),
             _joined([pending]),
@@ -247,15 +275,25 @@ class EventFeed:
             None if ends is None else _joined([ends]),
         )
 
+    @staticmethod
+    def joined(parts: Sequence[PackedEvents | SlimEventSnapshot]) -> PackedEvents | SlimEventSnapshot:
+        """Return the snapshot of all pages of some snapshots of one number; the first one has the rest of it."""
+        first = parts[0]
+        if isinstance(first, PackedEvents):
+            return PackedEvents(
+                tuple([packed for part in parts if isinstance(part, PackedEvents) for packed in part.batches])
+            )
+        return replace(first, stored=b"".join([part.stored for part in parts if isinstance(part, SlimEventSnapshot)]))
+
     def close(self) -> None:
         """End every wait, and let none begin."""
         self._closed = True
         self.wake()
 
 
-def _without_repeats(events: list[_Event]) -> list[_Event]:
+def _without_repeats(events: list[Event]) -> list[Event]:
     """Return events without pages that the event of another group before them has: they are packed once."""
-    packed: list[_Event] = []
+    packed: list[Event] = []
     before: tuple[bytes, Hashes] = (b"", _NO_PAGES)
     for kind, hashes, run, group in events:
         is_repeat = (

@@ -41,7 +41,6 @@ from raydix.schemas import (
     MatchRequest,
     MatchResponse,
     Message,
-    PackedEvents,
     PrefetchRequest,
     PrefetchResponse,
     ReleaseRequest,
@@ -52,7 +51,6 @@ from raydix.schemas import (
     RevokeRequest,
     RevokeResponse,
     SetWeightsRequest,
-    SlimEventSnapshot,
     StaleEpoch,
     StatsRequest,
     TakeBackRequest,
@@ -312,8 +310,10 @@ class RequestHandlers:
         limits = OutlineLimits(request.max_nodes, request.max_depth, request.max_width)
         return tree_response(self._core.outline(limits), self._unused_s)
 
-    def _event_snapshot(self, session_id: str, request: EventSnapshotRequest) -> PackedEvents | SlimEventSnapshot:
-        return self._feeds.snapshot(request.tier)
+    def _event_snapshot(self, session_id: str, request: EventSnapshotRequest) -> Message:
+        if not self._feeds.is_large(request.tier):
+            return self._feeds.snapshot(request.tier)
+        return self._wait_queue.answer_later(session_id, "snapshot", self._feeds.sliced_snapshot(request.tier))
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
         (self._core if self._tiers is None else self._tiers).check_invariants()

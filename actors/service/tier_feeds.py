@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.event_readers import EventReaders
+from raydix.actors.service.sliced_snapshot import sliced_snapshot
 from raydix.actors.transport.validation import unknown_tier
 from raydix.cache_core import LeasedCache
 from raydix.schemas import CacheConfig, CacheLoad, InvalidRequest, NextEvents, PackedEvents, SlimEventSnapshot
 from raydix.schemas.events import BlockGroup
 
+MOST_PAGES = 256  # of a snapshot of a tier below the pool that is made in one step: at most 2 ms
 _NO_EVENTS = "this cache publishes no events: start it with CacheConfig(events='full') or events='slim'"
 
 
@@ -104,6 +106,20 @@ class TierFeeds:
         """
         feed, _, cache = self._tier(tier)
         return feed.snapshot(cache.resident_pages(), cache.pending_pages(), cache.usable_ends())
+
+    def is_large(self, tier: str) -> bool:
+        """Return whether a snapshot of a tier is to be made in slices: of one below the pool with many pages.
+
+        Raises:
+            InvalidRequest: as of `snapshot`.
+        """
+        feed, _, cache = self._tier(tier)
+        return feed is not self._first and cache.total_size() > MOST_PAGES * self._config.page_size
+
+    async def sliced_snapshot(self, tier: str) -> PackedEvents | SlimEventSnapshot:
+        """Return a reader's starting point in a tier below the pool, made in slices."""
+        feed, _, cache = self._tier(tier)
+        return await sliced_snapshot(feed, cache)
 
     def num_stale(self) -> int:
         """Return the readers that are behind, as `EventReaders.num_stale` counts them; each tier has its own."""

@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raydix.actors.metrics.distribution import ACQUIRE_S, WAIT_S, Distribution
+from raydix.actors.transport.error_map import to_cache_error
 from raydix.cache_core import OutOfSlotsError
-from raydix.schemas import CacheBusy, CacheError, Message, UnknownLease
+from raydix.schemas import CacheBusy, CacheError, Message, UnknownLease, WaitingResponse
 
 _RETRY_AFTER_S = 0.1
 
@@ -123,7 +124,8 @@ class WaitQueue:
     @property
     def num_loading(self) -> int:
         """The number of requests that wait for a load or for writes. O(tickets)."""
-        return sum(not waiter.is_queued and not waiter.outcome.done() for waiter in self._by_ticket.values())
+        waiting = [waiter for waiter in self._by_ticket.values() if not waiter.outcome.done()]
+        return sum(not waiter.is_queued and not waiter.lease_id.startswith("\0") for waiter in waiting)
 
     def find(self, session_id: str, lease_id: str) -> Waiter | None:
         """Return the waiting request of a lease that is to begin; None: there is none."""
@@ -149,6 +151,27 @@ class WaitQueue:
         self._by_ticket[waiter.ticket] = waiter
         self._by_lease.setdefault((session_id, lease_id), []).append(waiter)
         return waiter
+
+    def answer_later(self, session_id: str, name: str, work: Coroutine[Any, Any, Message]) -> WaitingResponse:
+        """Return a ticket for the result of work that is about no lease, and needs no slots.
+
+        Args:
+            name: of the work, in names of tasks.
+            work: begins at once, and is cancelled if the ticket ends before.
+        """
+        waiter = self.give_ticket(session_id, f"\0{name}", Position(None, False, lambda: False))
+        task = asyncio.get_running_loop().create_task(work, name=f"raydix-{name}")
+
+        def settle(task: asyncio.Task[Message]) -> None:
+            if task.cancelled() or waiter.outcome.done():
+                return
+            error = task.exception()
+            assert error is None or isinstance(error, Exception)
+            self.settle(waiter, task.result() if error is None else to_cache_error(error))
+
+        task.add_done_callback(settle)
+        waiter.outcome.add_done_callback(lambda _: task.cancel())
+        return WaitingResponse(ticket=waiter.ticket, position=0)
 
     def join(
         self,

@@ -649,6 +649,9 @@ class KVCache(LeasedCache):
     def resident_pages(self) -> Iterable[PageRun]:
         return self.tree.resident_pages()
 
+    def walk_pages(self) -> Iterator[Iterable[PageRun]]:
+        return self.tree.walk_pages()
+
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of the accounting, the tree or the allocator is broken. O(n)."""
         self.tree.check_invariants()

@@ -532,6 +532,13 @@ class LeasedCache(ABC):
         """Return the matchable pages as events describe them, parents before children. O(n)."""
         return ()
 
+    def walk_pages(self) -> Iterator[Iterable[PageRun]]:
+        """Yield the pages of `resident_pages` part by part; the cache may change in between.
+
+        Each page that no event names meanwhile is there once.
+        """
+        yield self.resident_pages()
+
     @abstractmethod
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of the cache or of its parts is broken. O(n)."""

@@ -592,6 +592,28 @@ class PrefixCache(BasePrefixCache):
             return (page_run(node, self.page_size) for node in self.parts.tree.nodes())
         return (run for node in self.parts.tree.nodes() for run in publisher.runs(node))
 
+    def walk_pages(self) -> Iterator[Iterable[PageRun]]:
+        """Yield the published pages node by node, parents before children; the tree may change in between."""
+        publisher = self.parts.events
+        if publisher is None:
+            yield from ([run] for run in self.resident_pages())
+            return
+        # A split puts a new node above an old one, without an event: so each node is noted with its first token.
+        waiting = [(iter(list(top.children.values())), 0) for top in self.parts.tree.tops.values()]
+        while waiting:
+            nodes, first = waiting[-1]
+            node = next(nodes, None)
+            if node is None:
+                waiting.pop()
+                continue
+            path, above = [node], node.parent
+            while above is not None and above.end > first:
+                path.append(above)
+                above = above.parent
+            waiting.append((iter(list(node.children.values())), node.end))
+            there = [part for part in reversed(path) if part.slots is not None and part.namespace.live]
+            yield [run for part in there for run in publisher.runs(part)]
+
     def usable_ends(self) -> Hashes | None:
         return None if self.parts.events is None else self.parts.events.ends()
 

@@ -1,11 +1,15 @@
-"""Random traffic on caches with a host tier: a reader of each tier has exactly the pages of that tier.
+"""Random traffic on caches with a host tier and a disk: a reader of each tier has exactly the pages of that tier.
 
-The readers ask the service as clients do, for full and for slim events. One begins with the first event, and one often
-begins again with a snapshot. Then each rule is broken once, and one of them must see it.
+The readers ask the service as clients do, for full and for slim events. One begins with the first event, one often
+begins again with a snapshot, and one with a snapshot that is made in slices while the traffic goes on. Then each rule
+is broken once, and one of them must see it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import pickle
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,8 +18,10 @@ from support.faults.faults import Catalogue, Fault, Patch, around
 from support.more import more
 from support.reference.event_index import ReplayedIndex, resident_blocks, resident_others
 
+from raydix.actors.service import sliced_snapshot
 from raydix.actors.service.cache_service import CacheService
 from raydix.actors.service.event_feed import EventFeed
+from raydix.actors.service.sliced_snapshot import _Changes
 from raydix.actors.service.tier_feeds import TierFeeds
 from raydix.cache_core import PageIndex
 from raydix.cache_core.kernels import END
@@ -45,7 +51,7 @@ from raydix.schemas import (
 
 PAGE = 4
 NUM_OPERATIONS = 150
-TIERS = {"device": "GPU", "host": "CPU"}
+TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 POOLS: dict[str, dict[str, Any]] = {
     "full": {"pool": {"num_slots": 16 * PAGE}},
     "window": {"pool": {"num_slots": 16 * PAGE}, "sliding_window_size": 2 * PAGE},
@@ -58,6 +64,11 @@ POOLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _a_slice_for_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sliced_snapshot, "SLICE_S", 0.0)
+
+
 class TierTraffic:
     """One client that publishes, evicts, retires and resets, and the readers of both tiers."""
 
@@ -65,7 +76,8 @@ class TierTraffic:
 
     def __init__(self, kind: str, events: str, seed: int) -> None:
         self.rng = Random(f"{kind}/{events}/{seed}")
-        fields = {"page_size": PAGE, "events": events, "host": {"num_slots": 40 * PAGE}}
+        disk = {"path": "/nowhere", "num_slots": 60 * PAGE, "fingerprint": "m"}
+        fields = {"page_size": PAGE, "events": events, "host": {"num_slots": 40 * PAGE}, "disk": disk}
         stride = {"events_stride_tokens": PAGE} if events == "slim" else {}
         self.service = CacheService(CacheConfig.model_validate(fields | stride | POOLS[kind]), "e")
         for name in ("worker", "reader"):
@@ -76,6 +88,7 @@ class TierTraffic:
         reader_type = FullReader if events == "full" else SlimReader
         self.first = {tier: reader_type(self, tier) for tier in TIERS}
         self.late = {tier: reader_type(self, tier) for tier in TIERS}
+        self.slow = {tier: reader_type(self, tier) for tier in TIERS if tier != "device"}
 
     def ask(self, *requests: Message) -> list[Any]:
         """Return the responses to a batch of the worker."""
@@ -90,6 +103,11 @@ class TierTraffic:
                 self.late[tier].join()
             for reader in (self.first[tier], self.late[tier]):
                 await reader.read()
+                reader.check()
+        for reader in self.slow.values():
+            has_joined = await reader.join_slowly()
+            await reader.read()
+            if has_joined or self.rng.random() < 0.1:
                 reader.check()
 
     def publish(self) -> None:
@@ -149,7 +167,8 @@ class TierReader:
     def __init__(self, traffic: TierTraffic, tier: str) -> None:
         self.service, self.traffic, self.tier = traffic.service, traffic, tier
         self.tree: Any = self.service.lower.tier(tier).cache.tree  # type: ignore[union-attr]
-        self.seq = 0
+        self.seq = self.num_joins = self.num_slices = 0
+        self.joining: asyncio.Task[Any] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -160,6 +179,21 @@ class TierReader:
         """Begin again with a snapshot."""
         (snapshot,) = self.service.execute("reader", "e", [EventSnapshotRequest(tier=self.tier)]).responses
         self.start(snapshot)
+
+    async def join_slowly(self) -> bool:
+        """Begin again with a snapshot of which a few slices are made in each step; return whether it has begun."""
+        if self.joining is None:
+            self.joining = asyncio.ensure_future(self.service.feeds.sliced_snapshot(self.tier))
+            self.num_slices = 0
+        for _ in range(self.traffic.rng.randint(0, 5)):
+            self.num_slices += 1
+            await asyncio.sleep(0)
+        if not self.joining.done():
+            return False
+        self.start(self.joining.result())
+        self.num_joins += self.num_slices > 6
+        self.joining = None
+        return True
 
     def start(self, snapshot: Any) -> None:
         """Begin with a snapshot."""
@@ -217,7 +251,7 @@ class SlimReader(TierReader):
         assert isinstance(snapshot, SlimEventSnapshot)
         assert self.tier == "device" or (snapshot.load == CacheLoad() and not snapshot.pending)
         ends = snapshot.end_hashes
-        self.index = PageIndex()
+        self.index.drop_column(self.column)
         self.column = self.index.add_column()
         assert self.index.apply_snapshot(
             self.column, "e", snapshot.seq, snapshot.stored_hashes, snapshot.pending_hashes, ends
@@ -243,8 +277,11 @@ async def run(kind: str, events: str, seed: int, num_operations: int) -> TierTra
     try:
         for _ in range(num_operations):
             await traffic.step()
-        traffic.service.tiers.check_invariants()  # type: ignore[union-attr]
+        traffic.service.lower.check_invariants()  # type: ignore[union-attr]
     finally:
+        for reader in traffic.slow.values():
+            if reader.joining is not None:
+                reader.joining.cancel()
         await traffic.service.close()
     return traffic
 
@@ -257,7 +294,8 @@ async def test_readers_have_the_pages_of_their_tier(kind: str, events: str, seed
 
     assert traffic.num_loaded or seed  # a few of the others load nothing
     seqs = [traffic.first[tier].seq for tier in TIERS]
-    assert min(seqs) and seqs[0] != seqs[1]
+    assert min(seqs) and len(set(seqs)) == 3
+    assert min(reader.num_joins for reader in traffic.slow.values()) > 3
 
 
 # ---------------------------------------------------------------- planted faults
@@ -314,6 +352,34 @@ def the_host_does_not_publish_that_it_was_cleared(patch: Patch) -> None:
 
 
 @fault
+def events_between_the_slices_of_a_snapshot_are_forgotten(patch: Patch) -> None:
+    around(patch, _Changes, "__init__", lambda original, changes, events: original(changes, ()))
+
+
+@fault
+def pages_that_come_between_the_slices_are_twice_in_a_snapshot(patch: Patch) -> None:
+    patch.setattr(sliced_snapshot, "_unchanged", lambda runs, changes, page_size: runs)
+
+
+@fault
+def a_tier_that_is_cleared_between_the_slices_keeps_its_pages(patch: Patch) -> None:
+    patch.setattr(EventFeed, "clears", staticmethod(lambda event: False))
+
+
+@fault
+def a_sliced_snapshot_has_the_number_of_its_first_slice(patch: Patch) -> None:
+    async def snapshot(original: Any, feeds: TierFeeds, tier: str) -> Any:
+        seq = feeds.feed(tier).seq
+        found = await original(feeds, tier)
+        if isinstance(found, SlimEventSnapshot):
+            return replace(found, seq=seq)
+        batches = [pickle.loads(packed) for packed in found.batches]
+        return PackedEvents(tuple(pickle.dumps((batch[0], seq, *batch[2:])) for batch in batches))
+
+    around(patch, TierFeeds, "sliced_snapshot", snapshot)
+
+
+@fault
 def the_load_of_the_cache_is_in_the_events_of_the_host(patch: Patch) -> None:
     def add(original: Any, feeds: TierFeeds, name: str, medium: str, cache: Any) -> None:
         feeds._first = None
@@ -328,4 +394,5 @@ async def test_a_planted_fault_is_caught(plant: Fault, monkeypatch: Patch) -> No
 
     with pytest.raises((AssertionError, KeyError)):
         for events in ("full", "slim"):
-            await run("full", events, 0, NUM_OPERATIONS)
+            for seed in range(3):
+                await run("full", events, seed, NUM_OPERATIONS)

@@ -20,6 +20,7 @@ from raydix.actors.exporters.vllm_format import VllmEncoder
 from raydix.schemas import (
     AllBlocksCleared,
     CacheConfig,
+    DiskConfig,
     EvictionConfig,
     HostConfig,
     InvalidRequest,
@@ -30,8 +31,9 @@ NUM_PAGES = 8
 
 
 def tiered(**fields: Any) -> CacheConfig:
-    """Return the configuration of a small cache without tensors, with a host tier."""
-    given = {"eviction": EvictionConfig(high_watermark=1.0), "host": HostConfig(num_slots=20 * PAGE)}
+    """Return the configuration of a small cache without tensors, with a host tier and a disk."""
+    disk = DiskConfig(path="/nowhere", num_slots=30 * PAGE, fingerprint="m")
+    given = {"eviction": EvictionConfig(high_watermark=1.0), "host": HostConfig(num_slots=20 * PAGE), "disk": disk}
     return full(NUM_PAGES, **given | fields)
 
 
@@ -54,11 +56,11 @@ async def act(random: Random, cache: LocalPrefixCache, exporter: VllmEventExport
             await publish(cache, *[random.randrange(1, 5) for _ in range(random.randrange(1, 6))])
         case "evict":
             with suppress(InvalidRequest):  # the tier may not be there
-                await evict(cache, random.randrange(1, 6), random.choice(("device", "host")))
+                await evict(cache, random.randrange(1, 6), random.choice(("device", "host", "disk")))
         case "reset":
             await cache.reset()
         case "hold":  # one tier loses events, or both are cleared and go on, before the exporter reads on
-            tier = random.choice(("device", "host"))
+            tier = random.choice(("device", "host", "disk"))
             async with exporter._lock:
                 for page in range(5, 25):
                     await publish(cache, page)
@@ -73,7 +75,7 @@ async def act(random: Random, cache: LocalPrefixCache, exporter: VllmEventExport
                         feed._seal()
                         feed._max_events = before
         case "restart":
-            await restart(cache, exporter, random.choice((tiered(), tiered(), tiered(host=None))))
+            await restart(cache, exporter, random.choice((tiered(), tiered(), tiered(host=None), tiered(disk=None))))
             await cache.stats()
         case "miss":
             await subscriber.pause()
@@ -83,7 +85,7 @@ async def act(random: Random, cache: LocalPrefixCache, exporter: VllmEventExport
 
 
 async def run_random_traffic(seed: int, num_actions: int = 150) -> VllmSubscriber:
-    """Compare a subscriber's blocks with both tiers from time to time; return the subscriber."""
+    """Compare a subscriber's blocks with all tiers from time to time; return the subscriber."""
     random = Random(seed)
     async with exported(tiered()) as (cache, exporter, subscriber):
         for number in range(num_actions):
@@ -95,10 +97,10 @@ async def run_random_traffic(seed: int, num_actions: int = 150) -> VllmSubscribe
 
 
 @pytest.mark.parametrize("seed", [*range(3), *more(*range(3, 12))])
-async def test_after_random_traffic_the_blocks_are_those_of_both_tiers(seed: int) -> None:
+async def test_after_random_traffic_the_blocks_are_those_of_all_tiers(seed: int) -> None:
     subscriber = await run_random_traffic(seed)
 
-    assert media_of(subscriber) == {"GPU", "CPU"}
+    assert media_of(subscriber) == {"GPU", "CPU", "STORAGE"}
 
 
 def pass_on_that_one_tier_was_cleared(patch: pytest.MonkeyPatch) -> None:
@@ -149,14 +151,14 @@ async def test_random_traffic_finds_a_fault(plant: Callable[[Any], None], monkey
 # ---------------------------------------------------------------- one tier
 
 
-@pytest.mark.parametrize(("tier", "medium"), [("device", "GPU"), ("host", "CPU")])
+@pytest.mark.parametrize(("tier", "medium"), [("device", "GPU"), ("host", "CPU"), ("disk", "STORAGE")])
 async def test_one_tier_can_be_exported_alone(tier: str, medium: str) -> None:
     async with exported(tiered(), tiers=[tier]) as (cache, exporter, subscriber):
         await subscriber.caught_up(exporter, cache)
-        for page in range(1, 15):
+        for page in (*range(1, 15), *range(1, 15)):
             await publish(cache, page)
         await cache.reset()
-        for page in range(1, 15):
+        for page in (*range(1, 15), *range(1, 15)):
             await publish(cache, page)
         assert await subscriber.agrees(exporter, cache)
         cleared = [event for batch in subscriber.batches for event in batch.events if not hasattr(event, "medium")]
@@ -176,11 +178,11 @@ async def test_one_tier_may_get_another_medium() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tiers": ["disk"]}, "tiers must be of 'device', 'host', not 'disk'"),
+        ({"tiers": ["tape"]}, "tiers must be of 'device', 'host', 'disk', not 'tape'"),
         ({"tiers": "host"}, "tiers must be a list .* not 'host'"),
         ({"tiers": []}, "tiers must be a list of at least one"),
         ({"tiers": 2}, "tiers must be a list"),
-        ({"medium": "GPU"}, r"medium must be None for several tiers \(device, host\), not 'GPU'"),
+        ({"medium": "GPU"}, r"medium must be None for several tiers \(device, host, disk\), not 'GPU'"),
     ],
 )
 async def test_wrong_tiers_are_refused(options: dict[str, Any], message: str) -> None:
@@ -192,6 +194,6 @@ async def test_wrong_tiers_are_refused(options: dict[str, Any], message: str) ->
 
 async def test_a_tier_that_the_cache_never_had_is_refused() -> None:
     async with LocalPrefixCache(tiered(host=None)) as cache:
-        with pytest.raises(InvalidRequest, match="tiers must be of 'device', not 'host'"):
+        with pytest.raises(InvalidRequest, match="tiers must be of 'device', 'disk', not 'host'"):
             async with VllmEventExporter(cache, FREE_PORT, tiers=["host"]):
                 pass

@@ -1,6 +1,6 @@
-"""Events of a cache with a host tier: each tier has a stream of its own, in process or on Ray.
+"""Events of a cache with a host tier or a disk: each tier has a stream of its own, in process or on Ray.
 
-Tokens are named by the page they fill; the pool has eight pages, and the host tier 32.
+Tokens are named by the page they fill; the pool has eight pages, the host tier 32, and the disk 64.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from support.caches.cache_under_test import Access, CacheUnderTest
 from support.reference.event_index import ReplayedIndex
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors.service import sliced_snapshot, tier_feeds
 from raydix.actors.service.cache_service import CacheService
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
+    CloseSession,
+    DiskConfig,
+    EventSnapshotRequest,
     EvictionConfig,
     HostConfig,
     InvalidRequest,
@@ -26,6 +30,7 @@ from raydix.schemas import (
     NextEvents,
     OpenSession,
     PoolConfig,
+    WaitingResponse,
 )
 
 PAGE = 16
@@ -192,6 +197,70 @@ def test_the_readers_of_both_tiers_follow_the_cache_to_another_loop() -> None:
 
     assert asyncio.run(published(1))
     assert asyncio.run(published(2))
+
+
+# ---------------------------------------------------------------- a disk, and snapshots in slices
+
+
+@pytest.fixture
+async def with_disk() -> AsyncIterator[LocalPrefixCache]:
+    """A cache with all tiers; its disk has 20 prompts of two pages."""
+    disk = DiskConfig(path="/nowhere", num_slots=64 * PAGE, fingerprint="m")
+    async with LocalPrefixCache(tiered(disk=disk)) as cache:
+        for page in (*range(100, 120), *range(100, 120)):
+            await publish(cache, page, page)
+        yield cache
+
+
+async def publish(cache: PrefixCacheClient, *pages: int) -> None:
+    ids = [page for page in pages for _ in range(PAGE)]
+    await (await cache.acquire(ids)).insert(ids, release=True)
+
+
+def have_a_slice_for_each_node(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sliced_snapshot, "SLICE_S", 0.0)
+    patch.setattr(tier_feeds, "MOST_PAGES", 4)
+
+
+async def test_readers_follow_the_disk_from_a_snapshot_that_is_made_in_slices(
+    with_disk: LocalPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_a_slice_for_each_node(monkeypatch)
+    reader = PrefixCacheClient(with_disk)
+    asking = asyncio.ensure_future(reader.event_snapshot(tier="disk"))
+    for page in (*range(1, 6), *range(1, 6)):
+        await publish(with_disk, page, page, 7)
+        await with_disk.evict(2 * PAGE, tier="disk")
+        assert page > 1 or not asking.done()
+    snapshot: Any = await asking
+    index = ReplayedIndex(snapshot)
+    for page in (*range(11, 16), *range(11, 16)):
+        await publish(with_disk, page, page)
+
+    later: Any = await reader.event_snapshot(tier="disk")
+    assert await read_up_to(reader, index, "disk", later.seq) == {"STORAGE"}
+    assert index.blocks == ReplayedIndex(later).blocks and len(index.blocks) > 30
+    assert {event.medium for event in later.events} == {"STORAGE"}
+    await reader.close()
+
+
+async def test_a_session_that_ends_gives_its_snapshot_up(
+    with_disk: LocalPrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_a_slice_for_each_node(monkeypatch)
+    service = with_disk.service
+    service.open_session(OpenSession(session_id="router", owner="router"))
+    (ticket,) = service.execute("router", service.epoch, [EventSnapshotRequest(tier="disk")]).responses
+    assert isinstance(ticket, WaitingResponse) and (await with_disk.stats()).waiters == 0
+    (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "raydix-snapshot"]
+    await asyncio.sleep(0)
+
+    service.close_session(CloseSession(session_id="router"))
+
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not service.feeds.feed("disk")._recordings
 
 
 class Clock:

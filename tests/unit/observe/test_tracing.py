@@ -78,6 +78,7 @@ async def test_the_span_of_a_request_has_its_loaded_tokens(spans: Any) -> None:
 
     found, leased, _ = spans.get_finished_spans()
     assert (found.attributes["raydix.prefix_len"], found.attributes["raydix.host_len"]) == (0, 16)
+    assert found.attributes["raydix.disk_len"] == 0
     assert (leased.attributes["raydix.prefix_len"], leased.attributes["raydix.loaded_len"]) == (16, 16)
 
 

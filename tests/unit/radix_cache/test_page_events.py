@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import random
 from typing import Any
 
 import numpy as np
@@ -273,6 +274,57 @@ def test_a_sink_that_comes_late_begins_with_what_is_there() -> None:
     assert index.hashes == set(chain([1, 2], [3, 4]))
     index.apply(batch_after(told.feed, 0))
     assert index.hashes == set()
+
+
+# ---------------------------------------------------------------- walks
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_walk_meets_each_page_once_though_its_tree_changes_between_the_parts(told: Told, seed: int) -> None:
+    rng = random.Random(seed)
+
+    def some_ids() -> list[int]:
+        return [rng.randint(1, 2) for _ in range(PAGE * rng.randint(1, 16))]
+
+    for _ in range(12):
+        told.insert(*some_ids(), namespace=rng.choice([None, "-1:a-"]))
+    there = told.tree.resident_pages()
+    before = {page for run in there for page in run.hashes.tolist()}
+
+    met: list[int] = []
+    with told.feed.recording() as events:
+        for runs in told.tree.walk_pages():
+            for run in runs:
+                assert run.parent_hash in (None, *met) or run.parent_hash not in before
+                met += run.hashes.tolist()
+            match rng.randrange(4):
+                case 0:
+                    told.insert(*some_ids(), namespace=rng.choice([None, "-1:a-"]))
+                case 1:
+                    told.tree.match_prefix(RadixKey(some_ids()))
+                case 2:
+                    told.tree.evict(PAGE)
+    named = {page for _, hashes, _, _ in events for page in hashes.tolist()}
+
+    assert sorted(set(met) - named) == sorted(before - named)
+    assert len(set(met) - named) == sum(page not in named for page in met), "a page is met twice"
+    after = {page for run in told.tree.resident_pages() for page in run.hashes.tolist()}
+    assert before - named <= after
+
+
+def test_a_walk_meets_the_head_of_a_node_that_was_split_and_has_lost_its_tail(told: Told) -> None:
+    told.insert(2, 2, 2, 2, 2, 2)
+    told.insert(1, 1, 1, 1)
+    walk = told.tree.walk_pages()
+
+    met = [run.token_ids.tolist() for run in next(walk)]
+    assert met == [[2, 2, 2, 2, 2, 2]]
+    node = told.tree.match_prefix(RadixKey([1, 1])).last_node
+    told.tree.match_prefix(RadixKey([2, 2, 2, 2, 2, 2]))
+    told.tree.evict(PAGE)
+    assert node.parent is not None and not node.children
+
+    assert [run.token_ids.tolist() for runs in walk for run in runs] == [[1, 1]]
 
 
 # ---------------------------------------------------------------- the feed
