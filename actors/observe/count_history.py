@@ -18,7 +18,7 @@ class History:
         core: the cache.
         clock: returns seconds, from any origin.
         interval_s: the first interval.
-        tokens_loaded: returns how many of the reused tokens were loaded from the host tier.
+        tokens_loaded: returns how many of the reused tokens were loaded from tiers below the pool.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class NamespaceUse:
     """Counts requests and hits (`RequestObserver`) of the largest namespaces, and of all others together.
 
     Attributes:
-        tokens_loaded: of the reused tokens of all namespaces, those that were loaded from tiers below.
+        tokens_loaded: of the reused tokens of all namespaces, those that were loaded from tiers below the pool.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ _STATES = {"ready": "", "opening": "It is being opened: it takes nothing yet.", 
 
 
 def disk_section(stats: CacheStats, disk: DiskTierStats) -> Section:
-    """Return the section: how full the disk is, the tokens that it gave, what was written, and what was not."""
+    """Return the section: how full the disk is, the tokens that it gave, and the prefixes that were not written."""
     reused = stats.tokens_reused + stats.resumed_tokens_reused
     slots = disk.slots
     used = slots.num_slots - slots.free_slots

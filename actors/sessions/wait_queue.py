@@ -157,7 +157,7 @@ class WaitQueue:
 
         Args:
             name: of the work, in names of tasks.
-            work: begins at once, and is cancelled if the ticket ends before.
+            work: begins now, and is cancelled if the ticket ends first.
         """
         waiter = self.give_ticket(session_id, f"\0{name}", Position(None, False, lambda: False))
         task = asyncio.get_running_loop().create_task(work, name=f"raydix-{name}")

@@ -13,21 +13,23 @@ from random import Random
 from typing import Any
 
 import pytest
-from service.transport.test_unix_socket import HEADER, Listening, framed, next_frame, next_payload
+from service.transport.test_unix_socket import HEADER, Listening, framed, next_payload
 from support.caches.cache_in_process import HandleInProcess
 from support.caches.cache_under_test import small_config
 from support.caches.recorded_protocol import recorded_calls, recorded_frames
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.cluster import deploy
+from raydix.actors.transport import batch_codec
 from raydix.actors.transport.unix_socket import UnixSocketClient
-from raydix.schemas import ConfigMismatch
-from raydix.schemas.protocol import PROTOCOL, check_handshake, handshake, packed_handshake, read_handshake
+from raydix.schemas import Batch, ConfigMismatch, ResetRequest, RetireRequest, SetWeightsRequest
+from raydix.schemas.protocol import PROTOCOL, Handshake, check_handshake, handshake, packed_handshake, read_handshake
 
 OWN = re.escape(f"protocol {PROTOCOL} (raydix {handshake()[2]})")
 OLD_CACHE = rf"the cache speaks protocol 0 \(raydix unknown\), but this client speaks {OWN}: restart the cache with"
 OLD_CLIENT = rf"the client speaks protocol 0 \(raydix unknown\), but this cache speaks {OWN}: install raydix"
 NEXT = ("raydix", PROTOCOL + 1, "9.9.9")
+BEFORE = ("raydix", PROTOCOL - 1, "0.1.9")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets exist only on Linux")
 
 
@@ -125,14 +127,24 @@ def assert_plain(pickled: bytes) -> None:
 
 
 @on_linux
-async def test_a_client_of_a_later_protocol_gets_the_handshake_and_is_served_nothing(listening: Listening) -> None:
-    peer = await listening.connected()
+@pytest.mark.parametrize("row", [NEXT, BEFORE], ids=["later", "earlier"])
+async def test_a_client_of_another_protocol_gets_the_handshake_and_is_served_nothing(
+    listening: Listening, row: Handshake
+) -> None:
+    """A client of protocol 7 takes no ticket for the answer to `reset`, `retire` and `set_weights`."""
+    peer, session = await listening.connected(), listening.cache.session
+    requests = ResetRequest(), RetireRequest(lora_id="a"), SetWeightsRequest(label="2")
+    batch = batch_codec.pack(Batch(session_id=session.session_id, epoch=listening.service.epoch, requests=requests))
 
-    await asyncio.get_running_loop().sock_sendall(peer, framed(0, json.dumps(NEXT).encode()) + framed(1, b"later"))
+    await asyncio.get_running_loop().sock_sendall(peer, framed(0, json.dumps(row).encode()) + framed(1, batch))
 
     assert await asyncio.wait_for(next_payload(peer), 30) == (0, packed_handshake())
-    number, error = await asyncio.wait_for(next_frame(peer), 30)
-    assert (number, type(error)) == (1, ConfigMismatch)
+    number, payload = await asyncio.wait_for(next_payload(peer), 30)
+    assert number == 1
+    assert_plain(payload)
+    with pytest.raises(ConfigMismatch, match=rf"the client speaks protocol {row[1]} .* install raydix"):
+        raise pickle.loads(payload)
+    assert listening.service.stats().requests == 0
     peer.close()
 
 
