@@ -19,6 +19,8 @@ from support.tiers.gated_loads import PAGE
 from support.tiers.settled_disk import settled, tier_of
 
 from raydix.actors import Lease, Loaded, LocalPrefixCache, start_cache
+from raydix.actors.metrics.table import METRICS
+from raydix.actors.report.page import render
 from raydix.actors.tiers import tier_loads
 from raydix.cache_core.tiers.page_records import PageRecords
 from raydix.schemas import (
@@ -463,3 +465,43 @@ async def test_kv_that_leaves_memory_before_it_is_written_is_counted(tmp_path: P
 def test_a_cache_actor_with_a_disk_needs_a_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="name must be given for a cache with a disk tier"):
         start_cache(disk_config(tmp_path))
+
+
+def damage(path: Path) -> None:
+    """Flip a bit of each record of the only disk in a folder."""
+    (pages,) = path.rglob("pages.bin")
+    data = bytearray(pages.read_bytes())
+    for record in range(0, len(data), 4096):
+        data[record] ^= 1
+    pages.write_bytes(data)
+
+
+async def test_a_disk_that_does_not_answer_and_damaged_records_are_counted(tmp_path: Path) -> None:
+    calls = FaultyFileCalls()
+    async with opened(disk_config(tmp_path, load_timeout_s=0.05), calls) as cache:
+        await twice(cache, PROMPT)
+        await cache.evict(10**6)
+        go_on = calls.stall("preadv")
+        try:
+            assert await found(cache, PROMPT) == 0
+            stats = (await cache.stats()).disk
+            assert stats is not None
+            assert (stats.state, stats.loads_late, stats.stalls, stats.loads_in_flight) == ("stalled", 1, 1, 1)
+            assert stats.queued_bytes > 0
+        finally:
+            go_on()
+    damage(tmp_path)
+    async with opened(disk_config(tmp_path)) as cache:
+        assert await found(cache, PROMPT) == 0
+        all_stats = await cache.stats()
+        assert all_stats.disk is not None and all_stats.disk.damaged_records > 0
+        assert all_stats.disk.tokens_loaded == all_stats.tokens_reused == 0
+
+        read = {metric.name: dict(metric.read(all_stats)) for metric in METRICS if "_disk_" in metric.name}
+        assert {name for name, samples in read.items() if not samples} == {
+            "raydix_disk_writes_total",
+            "raydix_disk_dropped_prefixes_total",
+        }, "counters by cause appear with their first count"
+        assert read["raydix_disk_damaged_records_total"] == {(): all_stats.disk.damaged_records}
+        assert read["raydix_disk_state"][("state", "ready"),] == 1
+        assert "damaged records" in render(cache.service.report(), cache.service.config, "kv-0")
