@@ -48,7 +48,7 @@ from raydix.cache_core.tiers.row_runs import RowRun, RowRuns
 from raydix.cache_core.tiers.second_use import SecondUse
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tiers.use_counter import UseCounter
-from raydix.schemas import CacheConfig, CacheUnavailable
+from raydix.schemas import CacheConfig, CacheUnavailable, unframe_namespace
 from raydix.schemas.config import TierSizes
 from raydix.schemas.shown import brief, counted
 
@@ -509,9 +509,9 @@ class DiskTier:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "no KV of namespace %s is kept on the disk, as no model is bound to it: bind_model, or name it with "
+                "no KV of %s is kept on the disk, as no model is bound to it: bind_model, or name it with "
                 'DiskConfig(fingerprint="...")',
-                brief(namespace),
+                _named(namespace),
             )
 
     def _bind(self, namespace: str | None, models: Models, arity: int) -> None:
@@ -527,7 +527,7 @@ class DiskTier:
             try:
                 added = await self._do(lambda store: store.index.add_space(*named))
             except DiskError as error:
-                logger.warning("the KV of namespace %s is not kept on the disk yet: %s", brief(namespace), error)
+                logger.warning("the KV of %s is not kept on the disk yet: %s", _named(namespace), error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             space = self.spaces.add(added.number, namespace, models, arity)
@@ -940,6 +940,19 @@ def _make_keepers(cache: KVCache) -> Mapping[Kind, RecordKeeper]:
     if cache.pools.states is not None:
         keepers["state"] = RecordKeeper.of_states(cache.pools.states)
     return keepers
+
+
+def _named(namespace: str | None) -> str:
+    """Return a namespace in words, without its salt."""
+    if namespace is None:
+        return "the default namespace"
+    try:
+        extra_key, lora_id, cache_salt = unframe_namespace(namespace)
+    except ValueError:  # a caller of the core made it
+        return f"namespace {brief(namespace)}"
+    named = {"extra_key": extra_key, "lora_id": lora_id}
+    parts = [f"{name}={brief(text)}" for name, text in named.items() if text is not None]
+    return f"the namespace with {', '.join([*parts, *['a cache_salt'] * (cache_salt is not None)])}"
 
 
 def _in_use(error: FolderInUse) -> str:

@@ -393,6 +393,24 @@ async def test_records_of_another_model_are_misses(tmp_path: Path) -> None:
         assert await found(cache) == len(PROMPT)
 
 
+async def test_the_first_lease_without_a_model_warns_once_that_nothing_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(config_of(tmp_path, fingerprint="")) as cache:
+        assert not [record for record in caplog.records if "is kept on the disk" in record.message]
+        for _ in range(2):
+            async with cache.acquire(PROMPT, extra_key="tenant", cache_salt="secret") as lease:
+                await lease.insert(PROMPT)
+            await write(cache)
+        (record,) = [record for record in caplog.records if "is kept on the disk" in record.message]
+        assert record.message == (
+            "no KV of the namespace with extra_key='tenant', a cache_salt is kept on the disk, as no model is bound to "
+            'it: bind_model, or name it with DiskConfig(fingerprint="...")'
+        )
+        assert "secret" not in caplog.text
+        assert tier_of(cache).tier.cache.total_size() == 0
+
+
 @pytest.mark.parametrize("damage", [cut, zero, replace])
 async def test_a_damaged_index_is_made_again(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture

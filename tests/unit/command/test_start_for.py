@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.engines.toy_engine import BLOCK, toy_kv
 
 from raydix.actors.cli.failures import USAGE, CommandError
-from raydix.actors.cli.start_for import EngineWishes, check_engine
+from raydix.actors.cli.start_for import EngineWishes, _settings_for, check_engine
+from raydix.actors.cluster.capacity import read_capacity
 from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.vllm.cache import EngineOptions
-from raydix.schemas import InvalidRequest
+from raydix.schemas import DiskConfig, InvalidRequest
 
 NOTHING = EngineWishes(None, (), None, None, None, None, None, False)
 WISHES = NOTHING._replace(engine="vllm", model=("a-model",), capacity="1M")
@@ -37,6 +39,26 @@ def test_options_that_do_not_go_together_are_refused(wishes: EngineWishes, messa
 def test_options_that_go_together_are_taken() -> None:
     check_engine(NOTHING)
     check_engine(WISHES)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_ranks", "fields"),
+    [
+        ("1GiB", 1, {"size": 2**30}),
+        ("1GiB", 4, {"size": 2**28}),
+        ("4x", 4, {"num_slots": 4 * 1024}),
+        ("2048", 2, {"num_slots": 2048}),
+    ],
+)
+def test_a_disk_lies_directly_below_an_engines_pool_and_its_bytes_are_divided_over_ranks(
+    size: str, num_ranks: int, fields: dict[str, int]
+) -> None:
+    capacity = read_capacity("1024", "--capacity")
+
+    config = _settings_for(toy_kv(), num_ranks, capacity, WISHES, None, (), None, None, f"/nvme:{size}").config
+
+    assert config.disk == DiskConfig(path="/nvme", **fields)  # type: ignore[arg-type]
+    assert (config.host, config.pool.device, config.page_size, config.pool.num_slots) == (None, "cpu", BLOCK, 1024)
 
 
 def test_the_command_line_has_every_option_that_was_given() -> None:
