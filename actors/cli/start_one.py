@@ -82,7 +82,7 @@ def host_facts(config: CacheConfig) -> dict[str, Any] | None:
 
 
 def disk_facts(config: CacheConfig, name: str) -> dict[str, Any] | None:
-    """Return the sizes of a cache's disk tier, its bytes, its folder and its rule of writes; None: it has no such tier."""
+    """Return the sizes of a cache's disk tier, its bytes, its folder and its rule of writes; None: it has none."""
     if config.disk is None:
         return None
     if not config.pool.has_tensors:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import numpy as np
 
 from raydix.actors.tiers.disk_errors import DiskError, IndexDamaged, RecordDamaged
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S, RECORDS, DiskFolder
-from raydix.actors.tiers.disk_index import DiskIndex, IndexLayout, index_bytes, log_bytes
+from raydix.actors.tiers.disk_index import INDEX, DiskIndex, IndexLayout, index_bytes, log_bytes
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.record_file import DirectIO, RecordFile, Rows, stride_of
 from raydix.actors.tiers.record_sums import DIGEST_BYTES, SUM_BYTES, are_right
@@ -32,6 +34,19 @@ def index_room(layout: RecordLayout) -> int:
     """
     numbers = [number - 1 for number, num_bytes in layout.shapes if num_bytes and number > 1]
     return index_bytes(layout.num_slots // layout.page_size, layout.page_size, sum(numbers[1:]))
+
+
+def _give_back(folder: int, kind: type[BaseException] | None, *error: object) -> None:
+    """Remove the records of a folder without an index when the store could not be opened: they take room for nothing.
+
+    Args:
+        folder: descriptor of the folder, which is locked.
+        kind, error: of the failure, as an exit function of an `ExitStack` gets them.
+    """
+    if kind is not None and INDEX not in os.listdir(folder):
+        for name in RECORDS.values():
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
 
 
 class DiskStore:
@@ -87,6 +102,7 @@ class DiskStore:
             self.folder = DiskFolder(path, cache, index_layout.digest, direct_io=direct_io, calls=calls)
             opened.callback(self.folder.close)
             self.folder.wait_for_lock(wait_s, is_given_up)
+            opened.push(partial(_give_back, self.folder.fd))
             num_bytes = sum(number * stride_of(record_bytes) for number, record_bytes in sizes.values())
             self.folder.check_room(num_bytes + room + log_bytes(layout.page_size))
             self.files: dict[Kind, RecordFile] = {}

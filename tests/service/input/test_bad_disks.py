@@ -70,6 +70,11 @@ async def settled(cache: LocalPrefixCache) -> None:
             await asyncio.sleep(0.002)
 
 
+def files_in(path: Path) -> list[str]:
+    """The names of the files of the cache."""
+    return [file.name for file in path.glob("local/*/*")]
+
+
 def file_of(path: Path, name: str) -> Path:
     """A file of the one folder of the cache."""
     (file,) = path.glob(f"local/*/{name}")
@@ -179,6 +184,7 @@ async def test_a_disk_that_is_too_small_is_an_error_of_the_start(tmp_path: Path,
     assert "no room for the 256 KiB of pages.bin (No space left on device)" in refusal(config_of(tmp_path))
     calls.fail("CREATE", errno.ENOSPC)
     assert "no room for the index of" in refusal(config_of(tmp_path))
+    assert files_in(tmp_path) == ["lock"], "no room is taken by what cannot be used"
     async with opened(config_of(tmp_path)) as cache:
         await write(cache)
 
