@@ -341,7 +341,11 @@ class DiskConfig(_Config):
     A file has records of the pool's pages, another one those of window halves, a third one those of states.
     """
 
-    path: str = Field(min_length=1, max_length=4096, description="an existing folder, absolute")
+    path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="an existing folder of the cache's node, absolute; the cache makes a folder of its name there",
+    )
     num_slots: int | None = Field(
         default=None, gt=0, le=MAX_SLOTS, description="token slots, a multiple of page_size; None: as size says"
     )

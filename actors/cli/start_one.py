@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 
 from raydix.actors.cli.cluster import ask
+from raydix.actors.cli.engine_nodes import SHORT_ID
 from raydix.actors.cli.failures import CommandError
 from raydix.actors.cli.output import first_finding, table_of
 from raydix.schemas.shown import NONE, byte_size
@@ -53,7 +54,8 @@ def start_one(
                 scheduling_strategy=place,
             )
     except CacheUnavailable as error:  # exit status 1: the cluster answered
-        raise CommandError(f"{name}: {error}") from error
+        where = f" on node {node_id[:SHORT_ID]}" if node_id else ""
+        raise CommandError(f"{name}{where}: {error}") from error
     handle = ask(cache.pool_handle.remote())
     stats = ask(cache.stats.remote())
     return {

@@ -93,10 +93,14 @@ def start_cache(
         CacheUnavailable: the cache could not be started, such as for a disk that cannot be used, or was not ready in
             time; the message names the cause. An actor that this call has started is ended.
         InvalidRequest: `config` is not a CacheConfig, `timeout_s` is not a finite number of seconds, `name` is invalid,
-            or Ray refuses another argument.
+            a cache with a disk tier has no name, or Ray refuses another argument.
     """
 
     checked_config(config)
+    if name is None and config.disk is not None and config.pool.has_tensors:
+        raise InvalidRequest(
+            "a cache with a disk tier must have a name: its folder on the disk has it, and keeps its KV"
+        )
     timeout_s = start_seconds(config) if timeout_s is None else timeout_s
     checked_seconds(timeout_s)
     if name is not None:
