@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 
 from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write, Written
+from raydix.actors.tiers.due_prefixes import DuePrefixes
 from raydix.actors.tiers.record_file import stride_of
 from raydix.cache_core import KVPool, RadixKey, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 MOST_PAGES = 256  # of one write: their rows take about 1 ms of the loop
 _LOOKED_AT = 16  # due prefixes that one slice looks up: about 1 ms
-_MOST_DUE = 4096  # prefixes that wait to be written
-_MOST_DUE_BYTES = 64 * 2**20  # of their token ids
 
 SpaceOf = Callable[[str | None], int | None]  # namespace -> number of its space; None: it has none, or not yet
 
@@ -108,9 +106,7 @@ class DiskWrites:
         self._keepers = keepers
         self._reserve = reserve
         self._page = all_moves[0].lower.cache.page_size
-        self._due: OrderedDict[tuple[str | None, bytes], RadixKey] = OrderedDict()  # the one used last comes last
-        self._due_bytes = 0
-        self._num_due = Counter[str | None]()  # namespace -> its due prefixes
+        self._due = DuePrefixes()
         self._has_more = False  # whether due prefixes were not looked at, as a slice has ended
         self._elsewhere: list[RadixKey] = []  # due prefixes that lie in another tier than the batch in the making
         self._blocked: list[RadixKey] = []  # due prefixes of which a part is being written
@@ -147,27 +143,11 @@ class DiskWrites:
 
     def offer(self, key: RadixKey) -> None:
         """Write a prefix soon: a tree's key of whole pages."""
-        name = key.extra_key, key.data
-        if self._due.pop(name, None) is None:
-            self._due_bytes += len(key.data)
-            self._num_due[name[0]] += 1
-        self._due[name] = key
-        while len(self._due) > _MOST_DUE or self._due_bytes > _MOST_DUE_BYTES:
-            self._take(next(iter(self._due)))
-            self.counts.due_dropped += 1
-
-    def _take(self, name: tuple[str | None, bytes]) -> RadixKey:
-        key = self._due.pop(name)
-        self._due_bytes -= len(key.data)
-        self._num_due[name[0]] -= 1
-        if not self._num_due[name[0]]:
-            del self._num_due[name[0]]
-        return key
+        self.counts.due_dropped += self._due.offer(key)
 
     def forget(self, is_meant: Callable[[str | None], bool]) -> None:
         """Forget the prefixes of namespaces that are retired. Writes in flight publish nothing of them."""
-        for name in [name for name in self._due if is_meant(name[0])]:
-            self._take(name)
+        self._due.forget(is_meant)
         self._blocked = [key for key in self._blocked if not is_meant(key.extra_key)]
 
     # ---------------------------------------------------------------- without tensors
@@ -243,8 +223,8 @@ class DiskWrites:
         due: list[RadixKey] = []
         num_bytes = num_looked_at = 0
         page_bytes = max(1, self._strides.get("full", 0) + self._strides.get("swa", 0))
-        waiting = {name for name in self._num_due if space_of(name) is None}
-        while (name := self._hottest(waiting)) is not None:
+        waiting = {namespace for namespace in self._due.namespaces if space_of(namespace) is None}
+        while (key := self._due.hottest(waiting)) is not None:
             num_looked_at += 1
             if num_looked_at > _LOOKED_AT:
                 self._has_more = True
@@ -253,7 +233,7 @@ class DiskWrites:
             room = min(MOST_PAGES - num_pages, (buffer_bytes - num_bytes - self._strides.get("state", 0)) // page_bytes)
             if room < 1 or (found and not self._has_room()):
                 break
-            key = self._take(name)
+            self._due.take(key)
             planned = self._plan(key, room, found[0][0] if found else None)
             if planned is None:
                 continue
@@ -273,14 +253,6 @@ class DiskWrites:
             return None
         numbers = {kind: self._numbers_of(kind, [move for _, move in found]) for kind in self._keepers}
         return _Batch(found, numbers, due, num_bytes, found[0][0].upper is self._sources[0].tier)
-
-    def _hottest(self, waiting: Container[str | None]) -> tuple[str | None, bytes] | None:
-        """Return the name of the due prefix that was used last.
-
-        Args:
-            waiting: namespaces that have no space yet; their prefixes wait.
-        """
-        return next((name for name in reversed(self._due) if name[0] not in waiting), None)
 
     def _plan(self, key: RadixKey, num_pages: int, only: Moves | None = None) -> tuple[Moves, Move] | None:
         """Begin to write a due prefix from the tier that has most of it.
