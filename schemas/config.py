@@ -302,12 +302,16 @@ class HostConfig(_Config):
         default=None, gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's"
     )
     policy: Policy = Field(default="2q", description="which unlocked leaf of the tier is evicted first")
-    admit: Literal["all"] = Field(default="all", description="which KV is written to the tier")
+    admit: Literal["all", "second_use"] = Field(
+        default="all",
+        description="which KV is written. all: the KV that is evicted next; second_use: a page at its second use",
+    )
     reserve: float = Field(
         default=0.2,
         gt=0,
         lt=1,
-        description="share of the pool that the background task keeps free or written: the KV that is evicted next",
+        description="admit='all': share of the pool that the background task keeps free or written: the KV that is "
+        "evicted next",
     )
     write_mib_s: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from raydix.schemas import CacheConfig, CacheStats, DiskConfig, HostConfig
 
 HOST_POLICY = "--host-policy"
+HOST_ADMIT = "--host-admit"
 DISK_CAPACITY = "--disk-capacity"
 DISK_ADMIT = "--disk-admit"
 _NO_BYTES = "a trace does not say how many bytes a token takes"
@@ -59,6 +60,15 @@ def replay(
     host_policies: Annotated[
         list[str] | None,
         typer.Option(HOST_POLICY, metavar="NAME", help="Of that tier, as --policy; repeatable. Default: 2q."),
+    ] = None,
+    host_admits: Annotated[
+        list[str] | None,
+        typer.Option(
+            HOST_ADMIT,
+            metavar="RULE",
+            help="Which pages are written there: all that are evicted, or second_use, at their second use; repeatable. "
+            "Default: all.",
+        ),
     ] = None,
     disk_capacities: Annotated[
         list[str] | None,
@@ -99,12 +109,13 @@ def replay(
     Hits are whole pages, and every request publishes its prompt. A request that can never fit is a miss. The replay
     needs neither a GPU nor Ray.
 
-    With `--host-capacity`, KV is written to the tier before it is evicted, and loaded before a request begins; both
-    take no time. So it is with `--disk-capacity`, but pages are written at their second use. The hit rate then has a
-    part that was found in the cache, and those that were loaded.
+    With `--host-capacity`, KV is written to the tier before it is evicted, and loaded before a request begins. So it
+    is with `--disk-capacity`, but pages are written at their second use. All of this takes no time. The hit rate then
+    has a part that was found in the cache, and a part for each tier.
     """
-    hosts = _tiers(HOST_OPTION, host_capacities, HOST_POLICY, host_policies, "2q", ghost=ghost)
-    disks = _tiers(DISK_CAPACITY, disk_capacities, DISK_ADMIT, disk_admits, "second_use", ghost=ghost)
+    host_rules = {HOST_POLICY: (host_policies, "2q"), HOST_ADMIT: (host_admits, "all")}
+    hosts = _tiers(HOST_OPTION, host_capacities, host_rules, ghost=ghost)
+    disks = _tiers(DISK_CAPACITY, disk_capacities, {DISK_ADMIT: (disk_admits, "second_use")}, ghost=ghost)
     requests = requests_of(trace, limit)
     all_capacities, all_page_sizes = capacities or [*map(str, CAPACITIES)], page_sizes or [requests[0].block_size]
     configs = [
@@ -129,22 +140,22 @@ def replay(
 
 
 def _tiers(
-    option: str, capacities: list[str] | None, rule_option: str, rules: list[str] | None, default: str, *, ghost: bool
-) -> Sequence[tuple[str, str] | None]:
-    """Return the capacity and the rule of each tier of one kind to replay with; None: without one.
+    option: str, capacities: list[str] | None, rules: dict[str, tuple[list[str] | None, str]], *, ghost: bool
+) -> Sequence[tuple[str, ...] | None]:
+    """Return the capacity and the rules of each tier of one kind to replay with; None: without one.
 
     Args:
         option: the option with the capacities.
-        rule_option: the option with the rules, such as policies.
-        default: the rule if none is given.
+        rules: option -> its values, such as policies, and its default.
         ghost: whether other sizes of the pool are to be estimated.
 
     Raises:
         CommandError: an option does not go with the others; the message names it.
     """
     if not capacities:
-        if rules:
-            raise CommandError(f"{rule_option} must come with {option}", f"{option} 4x", USAGE)
+        for rule, (values, _) in rules.items():
+            if values:
+                raise CommandError(f"{rule} must come with {option}", f"{option} 4x", USAGE)
         return [None]
     if ghost:
         raise CommandError(
@@ -152,7 +163,7 @@ def _tiers(
             f"replay both sizes: --capacity 1M --capacity 2M {option} {capacities[0]}",
             USAGE,
         )
-    return list(product(capacities, rules or [default]))
+    return list(product(capacities, *(values or [default] for values, default in rules.values())))
 
 
 def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
@@ -175,14 +186,14 @@ def checked_config(
     page_size: int,
     high_watermark: float = 1.0,
     command: str = "replay",
-    host: tuple[str, str] | None = None,
-    disk: tuple[str, str] | None = None,
+    host: tuple[str, ...] | None = None,
+    disk: tuple[str, ...] | None = None,
 ) -> CacheConfig:
     """Return the configuration of an index-only cache; its capacity is rounded down to whole pages.
 
     Args:
         command: it has the arguments.
-        host: the capacity and the policy of its host tier; None: it has none.
+        host: the capacity, the policy and the rule of admission of its host tier; None: it has none.
         disk: the capacity and the rule of admission of its disk tier; None: it has none.
 
     Raises:
@@ -194,8 +205,8 @@ def checked_config(
     from raydix.actors.replay.trace_replay import index_config
 
     num_slots = tokens_of(capacity, page_size)
-    host_tier = None if host is None else _checked_host(*host, num_slots, page_size)
-    disk_tier = None if disk is None else _checked_disk(*disk, num_slots, page_size)
+    host_tier = None if host is None else _checked_host(*host, pool_slots=num_slots, page_size=page_size)
+    disk_tier = None if disk is None else _checked_disk(*disk, pool_slots=num_slots, page_size=page_size)
     try:
         return index_config(
             num_slots,
@@ -209,7 +220,7 @@ def checked_config(
         raise wrong_option(error, command, {}) from None
 
 
-def _checked_host(capacity: str, policy: str, pool_slots: int, page_size: int) -> HostConfig:
+def _checked_host(capacity: str, policy: str, admit: str, *, pool_slots: int, page_size: int) -> HostConfig:
     """Return the configuration of a host tier; its capacity is rounded down to whole pages."""
     from pydantic import ValidationError
 
@@ -217,12 +228,12 @@ def _checked_host(capacity: str, policy: str, pool_slots: int, page_size: int) -
 
     num_slots = _tier_tokens(capacity, HOST_OPTION, pool_slots, page_size)
     try:
-        return HostConfig.model_validate({"num_slots": num_slots, "policy": policy})
+        return HostConfig.model_validate({"num_slots": num_slots, "policy": policy, "admit": admit})
     except ValidationError as error:
-        raise wrong_option(error, "replay", {"policy": HOST_POLICY}) from None
+        raise wrong_option(error, "replay", {"policy": HOST_POLICY, "admit": HOST_ADMIT}) from None
 
 
-def _checked_disk(capacity: str, admit: str, pool_slots: int, page_size: int) -> DiskConfig:
+def _checked_disk(capacity: str, admit: str, *, pool_slots: int, page_size: int) -> DiskConfig:
     """Return the configuration of a disk tier; its capacity is rounded down to whole pages."""
     from pydantic import ValidationError
 
@@ -324,7 +335,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
             ">capacity": f"{row['capacity']:,}",
             "policy": row["policy"],
             ">host": short_count(host["capacity"]),
-            "host policy": host["policy"],
+            "host policy": host["policy"] if host["admit"] == "all" else f"{host['policy']} {host['admit']}",
             **hit_rate,
             ">in cache": percent(row["device_hit_rate_percent"] / 100, 2),
             ">loaded": percent(host["loaded_percent"] / 100, 2),

@@ -62,14 +62,17 @@ class Replay:
             loaded = sum(tier.tokens_loaded for tier in (stats.host, stats.disk) if tier is not None)
             figures["device_hit_rate_percent"] = self._percent(stats.tokens_reused - loaded)
         if (host := self.config.host) is not None and stats.host is not None:
-            figures["host"] = {"capacity": host.num_slots, "policy": host.policy, **self._moved(stats.host)}
+            figures["host"] = {
+                "capacity": host.num_slots,
+                "policy": host.policy,
+                "admit": host.admit,
+                **self._moved(stats.host),
+            }
         if (disk := self.config.disk) is not None and stats.disk is not None:
-            written = stats.disk.tokens_written / self.config.page_size
             figures["disk"] = {
                 "capacity": disk.num_slots,
                 "admit": disk.admit,
                 **self._moved(stats.disk),
-                "written_pages_per_request": written / len(self.reused),
             }
         if ghost is not None:
             figures["ghost"] = ghost.model_dump(mode="json")
@@ -81,6 +84,7 @@ class Replay:
             "loaded_percent": self._percent(tier.tokens_loaded),
             "loaded_tokens": tier.tokens_loaded,
             "written_tokens": tier.tokens_written,
+            "written_pages_per_request": tier.tokens_written / self.config.page_size / len(self.reused),
             "dropped_tokens": tier.tokens_dropped,
         }
 
@@ -93,7 +97,7 @@ def series_of(config: CacheConfig) -> str:
     """Return policy, page size and lower tiers of a cache: "lru, pages of 512, host of 4,096,000 tokens, 2q"."""
     parts = [config.eviction.policy, f"pages of {config.page_size}"]
     if (host := config.host) is not None:
-        parts += [f"host of {host.num_slots:,} tokens", host.policy]
+        parts += [f"host of {host.num_slots:,} tokens", host.policy, *([host.admit] if host.admit != "all" else [])]
     if (disk := config.disk) is not None:
         parts += [f"disk of {disk.num_slots or 0:,} tokens", disk.admit]
     return ", ".join(parts)

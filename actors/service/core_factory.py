@@ -115,7 +115,8 @@ def _build_tree(
     allocator = _make_allocator(sizes, config.page_size, config.sliding_window_size)
     states = _make_states(config, kv_pool)
     tree = _make_tree(config, marks.policy, allocator, states)
-    reserve = config.host.reserve if config.host is not None and pool.has_tensors else 0.0
+    host = config.host if pool.has_tensors else None
+    reserve = host.reserve if host is not None and host.admit == "all" else 0.0
     gauges = [PoolGauge(marks, pool.num_slots, allocator.available_size, lambda num: core.evict(num, "watermark"))]
     swa_floor = state_floor = 0
     if (swa := allocator.swa) is not None:

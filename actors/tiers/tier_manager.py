@@ -8,6 +8,7 @@ from enum import Enum, auto
 from functools import partial
 
 from raydix.actors.tiers.copier import Copied, Copier, Copy
+from raydix.actors.tiers.due_writes import DueWrites
 from raydix.actors.tiers.host_memory import READY, HostMemory
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.tier_loads import TierLoads
@@ -33,7 +34,7 @@ class TierManager:
     """The moves of one cache: writes of the KV that the pool will evict soon, and loads of prefixes for leases.
 
     A cache without tensors has no copier: a move ends in the call that begins it, and a node is written just before it
-    is evicted.
+    is evicted. A tier that takes pages at their second use alone gets those that are due, and eviction writes nothing.
 
     Attributes:
         moves: the moves between the two tiers.
@@ -81,13 +82,20 @@ class TierManager:
         self._copies: PageCopies | None = None
         self._memory: HostMemory | None = None
         self.is_instant = pool is None or not config.pool.has_tensors
+        self._due: DueWrites | None = None
+        self._is_woken = False  # whether `on_change` is posted to the loop
+        if self.config.admit == "second_use":
+            self._due = DueWrites(moves, self._wake, is_instant=self.is_instant)
+            self._reserves = [(self._due.plan, upper.num_slots)]
         timeout_s = self.config.load_timeout_s
         self.loads = TierLoads(moves, timeout_s, self._finish_load, on_change, self._is_ready, self._may_begin)
         if self.is_instant:
             self.loads.open_instant()
-            upper.watch_victims(moves.write_before_eviction)
+            if self._due is None:
+                upper.watch_victims(moves.write_before_eviction)
             return
-        upper.watch_victims(moves.count_dropped)
+        if self._due is None:
+            upper.watch_victims(moves.count_dropped)
         layout = layout_below(config, config.host_sizes)
         self._memory = HostMemory(layout, name, pin=self.config.pin, on_change=self._memory_changed)
 
@@ -112,7 +120,18 @@ class TierManager:
 
     def start(self) -> None:
         """Report changes of the tier's memory to the running loop from now on."""
-        self._loop = asyncio.get_running_loop()
+        if (loop := asyncio.get_running_loop()) is not self._loop:
+            self._loop, self._is_woken = loop, False
+
+    def _wake(self) -> None:
+        """Post `on_change` to the loop, as a prefix is to be written."""
+        if self._loop is not None and not self._loop.is_closed() and not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._end_wake)
+
+    def _end_wake(self) -> None:
+        self._is_woken = False
+        self._on_change()
 
     def _memory_changed(self) -> None:
         """Post `on_change` to the loop. Called in a thread."""
@@ -187,6 +206,8 @@ class TierManager:
         if copied.end == "failed":
             self._has_written = False  # a failed write is not tried again before the pool changes
         self._finish(batch, copied)
+        if self._due is not None:
+            self._due.end_writes(has_failed=copied.end == "failed")
         if not self._writes:
             waiting, self._after_writes = self._after_writes, []
             for resume in waiting:

@@ -13,6 +13,8 @@ from raydix.cache_core.tree.hashing import int64s
 from raydix.cache_core.tree.page_hashes import path_hashes
 from raydix.cache_core.tree.radix_key import RadixKey
 
+_MOST_SALTS = 65_536  # namespaces that have a salt; one more clears all of them
+
 
 class UseCounter:
     """Counts the uses of pages: an observer of the first tier.
@@ -25,7 +27,7 @@ class UseCounter:
         cache: of the first tier.
         uses: the memory of uses.
         salt_of: returns the salt of a namespace's uses, which changes when it is retired; None: its pages are not
-            counted.
+            counted. Without the function, all pages are counted.
         on_due: called with a tree's key when its last page, and perhaps others, are used for the second time.
 
     Attributes:
@@ -37,14 +39,16 @@ class UseCounter:
         self,
         cache: KVCache,
         uses: SecondUse,
-        salt_of: Callable[[str | None], int | None],
+        salt_of: Callable[[str | None], int | None] | None,
         on_due: Callable[[RadixKey], object],
     ) -> None:
         self.num_uses = 0
         self.num_first_uses = 0
         self._cache = cache
         self._uses = uses
-        self._salt_of = salt_of
+        self._salt_of = self._own_salt if salt_of is None else salt_of
+        self._salts: dict[str | None, int] = {}  # namespace -> salt of its uses, if the counter gives it
+        self._num_salts = 0
         self._on_due = on_due
         self._counted: dict[str, int] = {}  # lease id -> published pages that were counted, or hit
 
@@ -73,7 +77,17 @@ class UseCounter:
             self._count(lease, 0, lease.prefix_len // self._cache.page_size)
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Do nothing: the namespaces have other salts now."""
+        """Give the namespaces other salts at their next uses."""
+        for namespace in [namespace for namespace in self._salts if is_meant(namespace)]:
+            del self._salts[namespace]
+
+    def _own_salt(self, namespace: str | None) -> int:
+        if namespace not in self._salts:
+            if len(self._salts) >= _MOST_SALTS:
+                self._salts.clear()
+            self._num_salts += 1
+            self._salts[namespace] = self._num_salts
+        return self._salts[namespace]
 
     def _count(self, lease: LeaseRecord, first: int, stop: int) -> None:
         """Count pages [first, stop) of a lease. If leading ones were used before, they are due."""

@@ -16,6 +16,9 @@ SHAPES = [
     Shape(4, num_states=10, window=6, **SIZES),
     Shape(4, bigram=True, **SIZES),
     Shape(1, has_tenants=True, **SIZES),
+    Shape(1, admit="second_use", **SIZES),
+    Shape(4, window=6, admit="second_use", **SIZES),
+    Shape(1, num_states=10, admit="second_use", **SIZES),
 ]
 IN_A_THREAD = [Shape(1, has_thread=True, **SIZES), Shape(2, window=3, has_thread=True, **SIZES)]
 

@@ -60,6 +60,7 @@ class Shape:
     """The sizes of the two tiers. A window or states make the kind.
 
     Attributes:
+        admit: of the host tier.
         has_tenants: two tenants share the pool; routers hear of it by slim events.
         has_thread: copies run in a thread, as they do for users.
     """
@@ -71,12 +72,14 @@ class Shape:
     num_states: int = 0
     bigram: bool = False
     policy: str = "lru"
+    admit: str = "all"
     has_tenants: bool = False
     has_thread: bool = False
 
     def __str__(self) -> str:
         kind = "states" if self.num_states else "bigram" if self.bigram else "radix"
         more = f", window of {self.window}" if self.window else ""
+        more += ", second uses" * (self.admit == "second_use")
         more += ", tenants" * self.has_tenants + ", a thread" * self.has_thread
         return f"{kind}, pages of {self.page_size}{more}, {self.host_pages} on the host, {self.policy}"
 
@@ -94,7 +97,7 @@ class Shape:
             window=self.window,
             num_states=self.num_states,
             bigram=self.bigram,
-            host={"policy": self.policy, "reserve": 0.9},
+            host={"policy": self.policy, "reserve": 0.9, "admit": self.admit},
             eviction={"high_watermark": 0.9, "low_watermark": 0.7, "policy": self.policy},
             leases={"session_ttl_s": 1000.0},
             **more,
