@@ -98,9 +98,9 @@ def type_in(line: str, shown: str | None, output: list[str]) -> None:
     """Run a line of a shell.
 
     If the guide shows the output, it must have the rows that the command prints. An error must be the same word for
-    word. The disk `/nvme` is the working folder.
+    word. The disk `/nvme` lies next to the working folder.
     """
-    match shlex.split(line.replace("/nvme", str(Path.cwd())), comments=True):
+    match shlex.split(line.replace("/nvme", f"{Path.cwd()}-nvme"), comments=True):
         case ["cat", name]:
             Path(name).write_text(shown or "")
         case ["mkdir", "-p", folder]:
