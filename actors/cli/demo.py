@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -16,9 +17,9 @@ from rich.table import Table
 
 from raydix.actors.cli.failures import FAILED, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, console, show
-from raydix.actors.cluster.capacity import read_capacity
+from raydix.actors.cluster.capacity import DISK_OPTION, read_capacity, read_disk, read_tier_capacity
 from raydix.actors.demo.workload import LONG_LOAD, PAGE_SIZE, Workload
-from raydix.schemas.shown import counted, percent, rate
+from raydix.schemas.shown import brief, counted, percent, rate
 from raydix.schemas.version import how_to_install
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 Tokens = Annotated[int, typer.Option(min=1, metavar="TOKENS")]
 _LOAD = Workload()
-_DISK_POOLS = 4  # size of the disk, in pools
+_DISK_SIZE = "4x"  # the pool
 _SPREAD = {"p50": "median", "p95": "95th percentile"}
 
 
@@ -91,14 +92,15 @@ def _disk_of(text: str, pool_tokens: int) -> DiskConfig:
     """Return the disk that the option names."""
     from raydix.schemas import DiskConfig  # pydantic takes long to import
 
-    path, colon, size = text.rpartition(":") if ":" in text else (text, "", "")
-    given = read_capacity(size, "--disk PATH:SIZE") if colon else None
+    path, size = read_disk(text) if ":" in text else (text, None)
     if not os.path.isdir(path):
-        raise CommandError(f"--disk must name a folder that is there, not {path!r}", f"mkdir -p {path}", USAGE)
+        advice = f"mkdir -p {shlex.quote(path)}"
+        raise CommandError(f"{DISK_OPTION} must name a folder that is there, not {brief(path)}", advice, USAGE)
     place = os.path.abspath(path)
-    if given is not None and given.is_bytes:
-        return DiskConfig(path=place, size=given.number)
-    return DiskConfig(path=place, num_slots=_DISK_POOLS * pool_tokens if given is None else given.num_tokens(PAGE_SIZE))
+    if size is not None and size.is_bytes:
+        return DiskConfig(path=place, size=size.number)
+    tokens = read_tier_capacity(_DISK_SIZE if size is None else size.text, DISK_OPTION, pool_tokens)
+    return DiskConfig(path=place, num_slots=tokens.num_tokens(PAGE_SIZE))
 
 
 def table_of(f: dict[str, Any]) -> Table:

@@ -313,8 +313,8 @@ def test_a_pool_too_small_for_one_conversation_is_refused_at_once() -> None:
         (("--host-capacity", 15), "--host-capacity must hold a page"),
         (("--host-capacity", "1GiB"), "--host-capacity must be tokens"),
         (("--disk", "nowhere"), "--disk must name a folder that is there, not 'nowhere'"),
-        (("--disk", "/tmp:much"), "--disk PATH:SIZE must be"),
-        (("--disk", "/tmp:15"), "--disk PATH:SIZE must hold a page"),
+        (("--disk", "/tmp:much"), "--disk must be PATH:SIZE, not '/tmp:much'"),
+        (("--disk", "/tmp:15"), "--disk must hold a page"),
         (("--system-prompt-len", 33_000, "--pool-tokens", 65_536), "grows to 33256 tokens, but the model takes 32768"),
     ],
 )
