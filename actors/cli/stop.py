@@ -27,7 +27,10 @@ def stop(
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """End caches with their process and pool; the cached KV is lost. A cache that does not answer is killed."""
+    """End caches with their process and pool; the KV in memory is lost. A cache that does not answer is killed.
+
+    A cache with a disk first writes the KV that is due.
+    """
     if bool(names) == every:
         raise CommandError("name the caches to stop, or give --all", "raydix list", USAGE)
     join(address, namespace)

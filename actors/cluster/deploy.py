@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "raydix"
 _SHARED_GPU = 0.1  # part of a card; its workers share the other 0.9
 _MAX_CONCURRENCY = 16_384  # each open session and waiting request takes one
-SHUTDOWN_S = 10.0  # added to the drain
+SHUTDOWN_S = 25.0  # added to the drain: a disk tier writes for `flush_s`, and one that stalls takes 10 s to close
 _RETRY_S = 0.1  # pause between attempts while a cache of the same name ends
 _LOOK_S = 0.25  # pause between checks whether the caller was cancelled
 # Ray before 2.54 raises ValueError.

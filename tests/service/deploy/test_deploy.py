@@ -33,12 +33,14 @@ from raydix.actors import (
 )
 from raydix.actors.cluster import deploy
 from raydix.actors.cluster.placement import beside
+from raydix.actors.service import cache_service
 from raydix.actors.service.cache_actor import PrefixCacheActor
 from raydix.cache_core.kernels import CORE
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
     ConfigMismatch,
+    DiskConfig,
     InvalidRequest,
     LeaseConfig,
     PoolConfig,
@@ -434,6 +436,12 @@ def test_a_start_that_is_given_up_leaves_the_cache_of_others(never_placed: tuple
 
 
 # ---------------------------------------------------------------- shutdown
+
+
+def test_a_shutdown_waits_for_the_last_writes_to_a_disk() -> None:
+    flush_s = DiskConfig(path="/nvme", num_slots=16).flush_s
+
+    assert flush_s + 2 * cache_service._DISK_CLOSE_S < deploy.SHUTDOWN_S, "loads and writes are closed in turn"
 
 
 def test_shutting_down_a_cache_that_does_not_answer_kills_it(
