@@ -19,7 +19,8 @@ from support.engines.toy_caches import ToyCaches
 from support.engines.toy_engine import BLOCK, ToyEngine, prompts
 from support.more import more
 from support.tiers.demotion import ALL, demote
-from support.tiers.settled_disk import settled
+from support.tiers.faulty_files import FaultyFileCalls
+from support.tiers.settled_disk import settled, tier_of
 from support.waiting import wait_until
 
 from raydix.actors.engines.block_copies import PoolTarget
@@ -430,7 +431,7 @@ def test_ranks_promise_what_the_disks_of_all_of_them_hold(make_caches: MakeCache
     for cache in caches.caches:
         caches.loop.run(cache.evict(ALL))
     caches.loop.run(caches.caches[poorer].evict(1, tier="disk"))  # the part behind the first 96 tokens
-    lengths = [cache.service.disk.tier.cache.total_size() for cache in caches.caches]  # type: ignore[union-attr]
+    lengths = [tier_of(cache).tier.cache.total_size() for cache in caches.caches]
     assert (lengths[poorer], lengths[1 - poorer]) == (96, 208)
     engine = caches.make_engine(load_timeout_ms=60_000)
 
@@ -438,6 +439,39 @@ def test_ranks_promise_what_the_disks_of_all_of_them_hold(make_caches: MakeCache
 
     assert (request.num_hit, request.output) == (96, computed)
     assert engine.run(prompt).num_hit == 208  # both pools have all
+
+
+def test_a_disk_that_stands_still_costs_its_part_of_a_hit_alone(make_caches: MakeCaches, tmp_path: Path) -> None:
+    """The load ends at the disk's own limit, and the request gets what the pool has; then nothing is loaded."""
+    calls = FaultyFileCalls()
+    caches = make_caches(disk=tmp_path, disk_load_s=0.3, calls=calls)
+    (prompt,) = prompts(1, 208)
+    keep_on_disk(caches, prompt, 1)
+    caches.loop.run(caches.caches[0].evict(1))
+    num_left = caches.stats().tree_slots
+    assert 0 < num_left < 208
+    go_on = calls.stall("preadv")
+    engine = caches.make_engine(load_timeout_ms=60_000)
+
+    requests = [engine.run([*prompt, token], 1) for token in (1, 2)]
+    go_on()
+
+    assert [request.num_hit for request in requests] == [num_left, 208]  # the first one has saved what it computed
+    counts = engine.counts.take()
+    assert (counts["lookups"], counts["tier_loads"]) == (2, 1)
+    assert tier_of(caches.caches[0]).state == "stalled"
+
+
+def test_a_tier_whose_limit_is_0_loads_nothing_for_engines(make_caches: MakeCaches, tmp_path: Path) -> None:
+    caches = make_caches(disk=tmp_path, disk_load_s=0)
+    (prompt,) = prompts(1, 208)
+    keep_on_disk(caches, prompt, 1)
+    caches.loop.run(caches.caches[0].evict(ALL))
+    assert tier_of(caches.caches[0]).tier.cache.total_size() == 208
+    engine = caches.make_engine()
+
+    assert engine.run(prompt).num_hit == 0
+    assert "tier_loads" not in engine.counts.take()
 
 
 def keep_on_disk(caches: ToyCaches, prompt: list[int], num_new: int = 20) -> list[int]:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from support.engines.toy_engine import BLOCK, ToyEngine, toy_kv
 from support.tiers.gated_loads import GatedLoads
+from support.tiers.settled_disk import tier_of
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client.loop_thread import LoopThread
+from raydix.actors.tiers.file_calls import FileCalls
 from raydix.schemas import CacheConfig, CacheStats, DiskConfig, EvictionConfig, HostConfig, LeaseConfig
 
 
@@ -21,11 +23,12 @@ def toy_config(
     page_size: int = BLOCK,
     host_tokens: int = 0,
     disk: Path | None = None,
+    disk_load_s: float = 60,
 ) -> CacheConfig:
     pool = toy_kv().pool_config(num_tokens, check=check)
     config = CacheConfig(page_size=page_size, pool=pool, leases=LeaseConfig(), validate=True)
     if disk is not None:
-        tier = DiskConfig(path=str(disk), num_slots=4096, direct_io="off", write_mib_s=None, load_timeout_s=60)
+        tier = DiskConfig(path=str(disk), num_slots=4096, direct_io="off", write_mib_s=None, load_timeout_s=disk_load_s)
         return CacheConfig.model_validate(config.model_copy(update={"disk": tier}))
     if not host_tokens:
         return config
@@ -40,6 +43,8 @@ class ToyCaches:
     Args:
         host_tokens: of a host tier below each cache, whose loads pass the gate in `gates`; 0: there is none.
         disk: a folder for a disk tier below each cache, in a folder of its own; None: there is none.
+        disk_load_s: the time limit of the disk's loads.
+        calls: of the operating system, for the disks; None: the usual ones.
     """
 
     def __init__(
@@ -51,6 +56,8 @@ class ToyCaches:
         page_size: int = BLOCK,
         host_tokens: int = 0,
         disk: Path | None = None,
+        disk_load_s: float = 60,
+        calls: FileCalls | None = None,
     ) -> None:
         self.loop = LoopThread("toy-caches")
         self.check = check
@@ -60,8 +67,15 @@ class ToyCaches:
         for folder in folders:
             if folder is not None:
                 folder.mkdir(exist_ok=True)
-            options = {"check": check, "page_size": page_size, "host_tokens": host_tokens, "disk": folder}
-            self.caches.append(self.loop.run(self._make(toy_config(num_tokens, **options))))  # type: ignore[arg-type]
+            config = toy_config(
+                num_tokens,
+                check=check,
+                page_size=page_size,
+                host_tokens=host_tokens,
+                disk=folder,
+                disk_load_s=disk_load_s,
+            )
+            self.caches.append(self.loop.run(self._make(config, calls)))
         self.engines: list[ToyEngine] = []
 
     def make_engine(self, **options: object) -> ToyEngine:
@@ -74,8 +88,10 @@ class ToyCaches:
     def stats(self, rank: int = 0) -> CacheStats:
         return self.loop.run(self.caches[rank].stats())
 
-    async def _make(self, config: CacheConfig) -> LocalPrefixCache:
+    async def _make(self, config: CacheConfig, calls: FileCalls | None) -> LocalPrefixCache:
         cache = LocalPrefixCache(config)
+        if calls is not None:
+            tier_of(cache)._calls = calls
         if config.host is not None:
             self.gates.append(GatedLoads(cache))
         return await cache.open()
