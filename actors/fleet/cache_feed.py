@@ -14,7 +14,7 @@ from raydix.actors.fleet.membership import CacheFacts, CachePlace, PageShape
 from raydix.actors.fleet.open_routes import OpenRoutes
 from raydix.cache_core import Applied, PageIndex
 from raydix.schemas import CacheError, CacheUnavailable, KVEventBatch, SlimEventBatch, SlimEventSnapshot, StaleEpoch
-from raydix.schemas.requests import DEVICE
+from raydix.schemas.requests import DEVICE, HOST
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class CacheFeed:
         pool, _ = await self.client.session.ask_for_pool()
         self.place = CachePlace(self.name, pool.node_id, pool.gpu_uuid)
         snapshots: dict[str, SlimEventSnapshot] = {}
-        for tier in (DEVICE, *self.client.config.tiers_below):
+        for tier in (DEVICE, HOST) if HOST in self.client.config.tiers_below else (DEVICE,):  # no route looks at disks
             snapshot = await self._snapshot(tier)
             if snapshot is None or snapshot.epoch != snapshots.get(DEVICE, snapshot).epoch:
                 return

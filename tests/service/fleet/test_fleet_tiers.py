@@ -14,7 +14,7 @@ from support.tiers.gated_loads import GatedLoads, host_config, publish_on_host
 
 from raydix.actors import LocalPrefixCache, connect_fleet
 from raydix.actors.fleet import cost, members
-from raydix.schemas import HostConfig, PoolConfig, RouteConfig
+from raydix.schemas import DiskConfig, HostConfig, PoolConfig, RouteConfig
 
 HOST = HostConfig(num_slots=16_384)
 TIERED = slim(host=HOST)
@@ -85,6 +85,22 @@ async def test_the_share_of_a_loaded_token_decides(share: float, winner: str) ->
         await caught_up(fleet, dict(caches))
 
         assert (await fleet.route(prompt(1, 4))).cache == winner
+
+
+async def test_a_router_reads_the_events_of_pools_and_host_tiers_and_none_of_disks() -> None:
+    disk = DiskConfig(path="/nowhere", num_slots=16_384, fingerprint="m")
+    async with local_fleet({"a": slim(disk=disk), "b": slim(host=HOST, disk=disk)}) as (fleet, caches):
+        for cache in (*caches.values(), *caches.values()):
+            await publish(cache, prompt(1, 4))
+        assert [(await cache.match(prompt(1, 4))).disk_len for cache in caches.values()] == [4 * STRIDE] * 2
+        for cache in caches.values():
+            await evict(cache, "device")
+        await caught_up(fleet, dict(caches))
+
+        route = await fleet.route(prompt(1, 4))
+        assert (route.cache, route.prefix_len, route.host_len) == ("b", 0, 4 * STRIDE)
+        route.cancel()
+        assert fleet.stats().indexed_pages == 4  # on the host of b
 
 
 async def test_a_loaded_prefix_is_in_the_pool_for_the_next_route() -> None:

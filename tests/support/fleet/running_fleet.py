@@ -56,7 +56,7 @@ async def _caught_up(fleet: Fleet, name: str, cache: Any) -> dict[str, SlimEvent
             return await _caught_up(fleet, name, client)
     await cache.open()
     snapshots: dict[str, SlimEventSnapshot] = {}
-    for tier in ("device", *cache.config.tiers_below):
+    for tier in ("device", *(cache.config.tiers_below.keys() - {"disk"})):
         snapshot = await cache.event_snapshot(tier=tier)
         assert isinstance(snapshot, SlimEventSnapshot)
         snapshots[tier] = snapshot
