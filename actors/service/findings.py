@@ -19,7 +19,7 @@ _LEAST_LEFT = 0.1  # the part of the node's memory that a full pool must leave
 _LEAST_SHM = 2**30  # bytes; containers have 64 MiB by default
 _LEAST_SHM_FREE = 0.05
 _TIER_STATES = ("ready", "reserving", "closed")  # other states of a host tier are faults
-_UNCOMMITTED_S = 10.0  # for which a disk may take to commit a retirement
+_UNCOMMITTED_S = 10.0  # the most time that a disk takes to commit a retirement
 _REMEDY = (
     "give the pool or the host tier fewer slots, run fewer engines and other processes on this node, or raise the "
     "limit of Ray's monitor (RAY_memory_usage_threshold)"

@@ -68,8 +68,8 @@ async def sliced_snapshot(feed: EventFeed, cache: LeasedCache) -> PackedEvents |
     with feed.recording() as events:
         runs: list[PageRun] = []
         until = perf_counter() + SLICE_S
-        for some in cache.walk_pages():
-            runs += some
+        for found in cache.walk_pages():
+            runs += found
             if perf_counter() >= until:
                 parts.append(_Part(runs, len(events)))
                 runs = []

@@ -13,7 +13,7 @@ from raydix.cache_core import LeasedCache
 from raydix.schemas import CacheConfig, CacheLoad, InvalidRequest, NextEvents, PackedEvents, SlimEventSnapshot
 from raydix.schemas.events import BlockGroup
 
-MOST_PAGES = 256  # of a snapshot of a tier below the pool that is made in one step: at most 2 ms
+MOST_PAGES = 256  # the most pages of a tier below the pool that a snapshot takes in one step: 2 ms
 _NO_EVENTS = "this cache publishes no events: start it with CacheConfig(events='full') or events='slim'"
 
 

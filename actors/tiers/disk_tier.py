@@ -85,7 +85,7 @@ class DiskStats:
     num_late: int = 0  # loads
     num_stalls: int = 0
     num_damaged: int = 0  # records that had not the sum of their page
-    day_bytes: int = 0  # that were written in the last 24 hours
+    day_bytes: int = 0  # bytes written in the last 24 hours
     uncommitted_s: float = 0.0  # seconds since a retirement began that is not committed yet; 0: there is none
 
 
@@ -181,7 +181,7 @@ class DiskTier:
         self._paused_until = float("-inf")
         self._num_failed = 0  # writes that failed, so far
         self._last_day = LastDay(clock)
-        self._noted_bytes = 0  # of writes, that `_last_day` has
+        self._noted_bytes = 0  # bytes of writes that `_last_day` has
         self._uncommitted_since: float | None = None  # time of the first retirement that is not committed
         # The spaces and their ends.
         self._serials = count(1)

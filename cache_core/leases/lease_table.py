@@ -94,7 +94,7 @@ class LeaseRecord:
         # while a load fills it: the session that it is for, "" if that has ended it; it stands under `TIERS` meanwhile
         self.filling_for: str | None = None
         self.loaded_len = 0  # tokens of `prefix_len` that loads brought
-        self.disk_loaded_len = 0  # of these, the tokens that came from the disk
+        self.disk_loaded_len = 0  # the tokens among them that came from the disk
         self.loads: tuple[tuple[Any, int], ...] = ()  # the `MoveCounts` of each load, and its tokens
 
     @property

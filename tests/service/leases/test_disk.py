@@ -467,6 +467,24 @@ def test_a_cache_actor_with_a_disk_needs_a_name(tmp_path: Path) -> None:
         start_cache(disk_config(tmp_path))
 
 
+async def test_a_load_from_the_disk_counts_in_the_load_of_the_cache(tmp_path: Path) -> None:
+    calls = FaultyFileCalls()
+    async with opened(disk_config(tmp_path), calls) as cache:
+        await twice(cache, PROMPT)
+        await cache.evict(10**6)
+        go_on = calls.stall("preadv")
+        asking = asyncio.ensure_future(found(cache, PROMPT))
+        async with asyncio.timeout(60):
+            while not (stats := (await cache.stats()).disk) or not stats.loads_in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        load = cache.service._load()
+        go_on()
+
+        assert (load.loading_tokens, load.unpublished_tokens, load.leased_tokens) == (ALL, ALL, ALL)
+        assert await asking == ALL
+        assert cache.service._load().loading_tokens == 0
+
+
 def damage(path: Path) -> None:
     """Flip a bit of each record of the only disk in a folder."""
     (pages,) = path.rglob("pages.bin")
