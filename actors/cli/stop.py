@@ -27,19 +27,20 @@ def stop(
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
 ) -> None:
-    """End caches with their process and pool; the KV in memory is lost. A cache that does not answer is killed.
+    """End caches with their process and pool. A cache that does not answer is killed.
 
-    A cache with a disk first writes the KV that is due.
+    The cached KV is lost, but for that on a disk: such a cache first writes the KV that is due, for `disk.flush_s` at
+    most.
     """
     if bool(names) == every:
         raise CommandError("name the caches to stop, or give --all", "raydix list", USAGE)
     join(address, namespace)
-    from raydix.actors.cluster.deploy import SHUTDOWN_S
+    from raydix.actors.cluster.deploy import SHUTDOWN_S, disk_seconds
 
     chosen = cache_names(namespace) if every else list(dict.fromkeys(names or ()))
     handles = [(name, cache_handle(name, namespace, to_end=True)) for name in chosen]  # fail before any cache ends
     ends: list[Any] = [cache.shutdown.remote(drain_s) for _, cache in handles]  # all drain at the same time
-    deadline = time.monotonic() + drain_s + SHUTDOWN_S
+    deadline = time.monotonic() + drain_s + SHUTDOWN_S + disk_seconds([cache for _, cache in handles])
     results = [_stop(name, cache, end, deadline, namespace) for (name, cache), end in zip(handles, ends, strict=True)]
     show(results, as_json, lambda: "\n".join(map(_sentence, results)) or "no cache runs")
 

@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "raydix"
 _SHARED_GPU = 0.1  # part of a card; its workers share the other 0.9
 _MAX_CONCURRENCY = 16_384  # each open session and waiting request takes one
-SHUTDOWN_S = 25.0  # added to the drain: a disk tier writes for `flush_s`, and one that stalls takes 10 s to close
+SHUTDOWN_S = 15.0  # added to the drain, and to the writes to a disk, which takes 10 s to close if it stalls
+_ASK_S = 1.0  # limit to ask a cache for that time
 _RETRY_S = 0.1  # pause between attempts while a cache of the same name ends
 _LOOK_S = 0.25  # pause between checks whether the caller was cancelled
 # Ray before 2.54 raises ValueError.
@@ -217,7 +218,8 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
 
     First the cache drains: new sessions, `acquire`, `lock`, `extend` and waiting requests immediately raise
     `CacheUnavailable`. Open leases can be written, published and ended for `drain_s` seconds. The log counts the
-    leases that are still open after that.
+    leases that are still open after that. A cache with a disk then writes the KV that is due, for `disk.flush_s` at
+    most.
 
     Raises:
         InvalidRequest: `drain_s` is not a finite number of seconds, or `cache` is not the handle of a cache.
@@ -225,7 +227,8 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     check_handle(cache)
     limit_s = checked_seconds(drain_s) + SHUTDOWN_S
     try:
-        cut_short = cast(int, ray.get(cache.shutdown.remote(drain_s), timeout=limit_s))
+        ended: Any = cache.shutdown.remote(drain_s)
+        cut_short = cast(int, ray.get(ended, timeout=limit_s + disk_seconds([cache])))
         if cut_short:
             logger.warning("the shutdown of the cache cut short %s", counted(cut_short, "lease"))
     except RayActorError:
@@ -233,6 +236,25 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
     except GetTimeoutError:
         logger.warning("the cache was killed: it did not answer within %g s of its drain", SHUTDOWN_S)
     ray.kill(cache)
+
+
+def disk_seconds(caches: Sequence[ActorHandle[Any]]) -> float:
+    """Return how long the ends of caches may take to write KV to their disks, beside their drains.
+
+    Caches that do not say so within a second count as without a disk.
+    """
+    asked: list[Any] = [cache.pool_handle.remote() for cache in caches]
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=_ASK_S)
+    longest = 0.0
+    for answer in asked:
+        try:
+            disk = cast("PoolHandle", ray.get(answer, timeout=0)).config.disk
+        except Exception:  # It is dead or silent, or of another version, whose answer raises any class here.
+            continue
+        if disk is not None:
+            longest = max(longest, disk.flush_s)
+    return longest
 
 
 def _is_taken_name(error: Exception) -> bool:

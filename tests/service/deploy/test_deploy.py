@@ -40,7 +40,6 @@ from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
     ConfigMismatch,
-    DiskConfig,
     InvalidRequest,
     LeaseConfig,
     PoolConfig,
@@ -438,10 +437,8 @@ def test_a_start_that_is_given_up_leaves_the_cache_of_others(never_placed: tuple
 # ---------------------------------------------------------------- shutdown
 
 
-def test_a_shutdown_waits_for_the_last_writes_to_a_disk() -> None:
-    flush_s = DiskConfig(path="/nvme", num_slots=16).flush_s
-
-    assert flush_s + 2 * cache_service._DISK_CLOSE_S < deploy.SHUTDOWN_S, "loads and writes are closed in turn"
+def test_a_shutdown_has_time_to_close_a_disk_that_stalls() -> None:
+    assert 2 * cache_service._DISK_CLOSE_S < deploy.SHUTDOWN_S, "loads and writes are closed in turn"
 
 
 def test_shutting_down_a_cache_that_does_not_answer_kills_it(

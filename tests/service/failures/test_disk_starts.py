@@ -70,3 +70,24 @@ def test_a_wrong_disk_is_an_error_of_the_start_and_a_state_after_a_restart(ray_c
         assert found.startswith(f"the cache serves without its disk: the disk cannot be used at '{folder}': it must be")
     finally:
         shutdown_cache(cache)
+
+
+@pytest.mark.more
+def test_the_end_of_a_cache_waits_for_what_it_writes_to_its_disk(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("raydix.actors.cluster.deploy.SHUTDOWN_S", 0.2)
+    cache = start_cache(config_of(tmp_path), name=f"disk-end-{os.getpid()}")
+    until_state(cache, "ready")
+    # A flush takes a second and a half.
+    slowed = """
+async def flush(timeout_s, real=disk.flush):
+    await __import__("asyncio").sleep(1.5)
+    return await real(timeout_s)
+disk.flush = flush
+"""
+    ray.get(cache.__ray_call__.remote(lambda actor: exec(slowed, {"disk": actor._host.service.disk})))
+
+    shutdown_cache(cache)
+
+    assert "killed" not in caplog.text
