@@ -157,8 +157,11 @@ class DiskTier:
             moves.batch_pages = min(moves.batch_pages, MOST_PAGES)
         self.keepers = {} if self.is_instant else _make_keepers(cache)
         self.spaces = DiskSpaces(cache, self.keepers)
-        reserve = int(self.config.reserve * sources[-1].tier.cache.num_slots) if self.config.admit == "all" else 0
-        self.writes = DiskWrites(sources, self.all_moves, self.keepers, 0 if self.is_instant else reserve)
+        # The tier above is evicted down to its low watermark, so at least this share is written first.
+        low_watermark = (config.eviction if config.host is None else config.host).low_watermark
+        reserve = int(max(self.config.reserve, 1 - low_watermark) * sources[-1].tier.cache.num_slots)
+        has_reserve = self.config.admit == "all" and not self.is_instant
+        self.writes = DiskWrites(sources, self.all_moves, self.keepers, reserve if has_reserve else 0)
         self.writes.on_end = self._after_write
         self._buffer_bytes = max(BUFFER_BYTES, self.writes.set_sizes(_record_bytes(self._layout)))
         self.readers = DiskReaders(clock)

@@ -123,6 +123,19 @@ async def test_a_prompt_is_loaded_from_the_disk_and_found_after_a_restart(tmp_pa
         assert (await cache.stats()).tokens_reused == ALL
 
 
+async def test_what_the_background_task_evicts_lies_on_the_disk(tmp_path: Path) -> None:
+    config = disk_config(tmp_path, num_slots=160 * PAGE, admit="all").model_copy(update={"eviction": EvictionConfig()})
+    prompts = [list(range(100 * number, 100 * number + ALL)) for number in range(1, 31)]
+    async with opened(config) as cache:
+        for prompt in prompts:
+            await compute(cache, prompt)
+            await asyncio.sleep(0.01)  # The tasks of the cache begin.
+            await settled(cache)
+        assert (await cache.stats()).tokens_evicted >= 10 * ALL
+
+        assert [await found(cache, prompt) for prompt in prompts[:8]] == [ALL] * 8
+
+
 async def test_one_lease_is_filled_from_the_host_and_then_from_the_disk(tmp_path: Path) -> None:
     async with opened(disk_config(tmp_path, host=True)) as cache:
         await twice(cache, PROMPT)
