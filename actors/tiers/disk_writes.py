@@ -261,10 +261,11 @@ class DiskWrites:
             only: of the only tier from which it may be written; None: of any.
         """
         lower = self._all_moves[0].lower.cache
-        lengths = [moves.upper.cache.radix.cached_lens(key)[0] for moves in self._all_moves]
+        found = [moves.upper.cache.radix.cached_lens(key) for moves in self._all_moves]
+        lengths, known = [usable for usable, _ in found], lower.radix.cached_lens(key)
         stop = max(lengths)
-        if lower.radix.cached_lens(key)[0] >= min(stop, len(key)):
-            self.counts.due_gone += stop < len(key) and lower.radix.cached_lens(key)[0] < len(key)
+        if known[0] >= min(stop, len(key)):
+            self.counts.due_gone += max(known[1], *(full for _, full in found)) < len(key)
             return None
         moves = self._all_moves[lengths.index(stop)]
         if only is not None and moves is not only:

@@ -274,6 +274,16 @@ async def test_a_kill_in_a_write_leaves_the_writes_before(tmp_path: Path, call: 
         assert await rig.lengths(*PROMPTS) == [16, 12, 12, 0]
 
 
+async def test_a_prefix_without_a_state_is_not_written_and_has_not_left_memory(tmp_path: Path) -> None:
+    async with opened_rig(tmp_path, num_states=24) as rig:
+        rig.request([*range(4 * PAGE)])
+        rig.request([*range(2 * PAGE), *range(100, 100 + 2 * PAGE)])
+        await rig.settle()
+
+        assert rig.disk.stats().num_first_uses == 6, "two pages were used twice, and no match can end there"
+        assert (rig.cache.total_size(), rig.disk.stats().writes.due_gone) == (0, 0)
+
+
 @pytest.mark.parametrize(("is_done", "hits"), [(False, ALL), (True, [0, 0, 0, 0])])
 async def test_a_kill_before_or_after_the_commit_of_a_retirement(
     tmp_path: Path, is_done: bool, hits: list[int]
