@@ -98,10 +98,6 @@ def start_cache(
     """
 
     checked_config(config)
-    if name is None and config.disk is not None and config.pool.has_tensors:
-        raise InvalidRequest(
-            "a cache with a disk tier must have a name: its folder on the disk has it, and keeps its KV"
-        )
     timeout_s = start_seconds(config) if timeout_s is None else timeout_s
     checked_seconds(timeout_s)
     if name is not None:

@@ -21,14 +21,14 @@ import pytest
 import torch
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors import LocalPrefixCache, start_cache
+from raydix.actors import LocalPrefixCache
 from raydix.actors.service.cache_host import CacheHost, local_device
 from raydix.actors.service.findings import Restarts
 from raydix.actors.tiers import disk_store, open_disk
 from raydix.actors.tiers.disk_errors import FolderInUse
 from raydix.actors.tiers.disk_folder import DiskFolder
 from raydix.actors.tiers.disk_tier import DiskTier, index_layout
-from raydix.schemas import CacheConfig, CacheUnavailable, DiskConfig, InvalidRequest, PoolConfig
+from raydix.schemas import CacheConfig, CacheUnavailable, DiskConfig, PoolConfig
 
 PAGE = 4
 PROMPT = list(range(1, 8 * PAGE + 1))
@@ -276,14 +276,6 @@ async def test_a_cache_that_is_closed_or_dropped_unused_gives_its_folder_back(tm
     gc.collect()
     async with opened(config_of(tmp_path)):
         pass
-
-
-def test_a_cache_actor_without_a_name_has_no_disk(tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidRequest, match="a cache with a disk tier must have a name: its folder on the disk has it"
-    ):
-        start_cache(config_of(tmp_path))
-    assert os.listdir(tmp_path) == []
 
 
 @contextmanager
