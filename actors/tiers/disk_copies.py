@@ -136,11 +136,13 @@ class _Lane:
                 return error
 
     def _load(self, kind: Kind, rows: Starts, numbers: Numbers) -> None:
-        buffer = self._rows[kind][: len(numbers)]
-        self._store.read(kind, numbers, buffer)
+        places = np.arange(len(numbers))
+        if kind == "state":  # The lease and the tree get one each.
+            numbers, places = np.unique(numbers, return_inverse=True)
+        self._store.read(kind, numbers, self._rows[kind][: len(numbers)])
         if self.is_closed:
             raise DiskError("the disk is closed")
-        self._copies[kind].load(rows, np.arange(len(numbers)))
+        self._copies[kind].load(rows, places)
 
 
 def _help(lane: _Lane, to_help: SimpleQueue[deque[_Part] | None], helped: SimpleQueue[Exception | None]) -> None:
