@@ -37,6 +37,9 @@ class LowerTiers:
         self._all_moves: list[Moves] = [] if host is None else [host.moves]
         if disk is not None:
             self._all_moves += disk.all_moves
+        into_pool = [moves for moves in self._all_moves if moves.upper is self.pool]
+        for moves in into_pool:
+            moves.others = [other for other in into_pool if other is not moves]
 
     @property
     def pool(self) -> Tier:

@@ -97,6 +97,7 @@ class Moves:
         counts: of moves since the start.
         batch_pages: pages of one plan of writes, at most. A window is moved whole: it alone may be larger.
         is_kept: returns whether pages of a namespace may be written to the lower tier.
+        others: the other moves into the upper tier, from other tiers.
     """
 
     def __init__(self, upper: Tier, lower: Tier, bytes_per_page: int = 0, *, are_neighbours: bool = True) -> None:
@@ -104,6 +105,7 @@ class Moves:
         self.lower = lower
         self.counts = MoveCounts()
         self.is_kept: Callable[[str | None], bool] = lambda extra_key: True
+        self.others: Sequence[Moves] = ()
         cache = upper.cache
         if are_neighbours:
             cache.below = lower.cache
@@ -488,6 +490,10 @@ class Moves:
         prefix = tree_key[:wanted]
         return next((load for load in loads if load.stop >= wanted and load.key[:wanted] == prefix), None)
 
+    def _any_runs(self, key: RadixKey, limit: int | None) -> bool:
+        """Return whether a load in flight, from any tier, brings the next page of a request's key."""
+        return any(moves.running_load(key, limit) is not None for moves in (self, *self.others))
+
     @contextmanager
     def holding(self, key: RadixKey, limit: int | None = None) -> Iterator[None]:
         """Keep the prefix that the lower tier has of a request's key, while the request's lease is opened.
@@ -520,7 +526,7 @@ class Moves:
             OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
         """
         upper, lower = self.upper.cache, self.lower.cache
-        if lease.retired or self.running_load(lease.key, limit) is not None:
+        if lease.retired or self._any_runs(lease.key, limit):
             return None
         key = upper.tree_key(lease.key)
         prefix = key if limit is None or limit >= len(key) else key[:limit]
@@ -560,7 +566,7 @@ class Moves:
             limit: load a prefix of at most so many tokens.
         """
         upper, lower = self.upper.cache, self.lower.cache
-        if self.running_load(key, limit) is not None:
+        if self._any_runs(key, limit):
             return None
         tree_key = upper.tree_key(key)
         usable, full = upper.radix.cached_lens(tree_key[:limit])
@@ -571,7 +577,7 @@ class Moves:
             node, _ = lower.radix.locate(tree_key, stop)
             live_from = lower.radix.live_from(node)
             first = min(full, live_from)
-            if self._is_loading(tree_key[:stop], first):
+            if any(moves._is_loading(tree_key[:stop], first) for moves in (self, *self.others)):
                 return None  # It begins before the usable prefix, as window KV is to be loaded there.
             try:
                 target = upper.open_target(tree_key[:stop], first)
