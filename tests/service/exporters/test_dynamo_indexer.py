@@ -23,7 +23,7 @@ from support.exporters.running_exporter import FREE_PORT, PAGE, exporting, full,
 from raydix.actors import LocalPrefixCache
 from raydix.actors.exporters.vllm_events import VllmEventExporter
 from raydix.cache_core import KVCache
-from raydix.schemas import CacheConfig, EvictionConfig, HostConfig, frame_namespace
+from raydix.schemas import CacheConfig, DiskConfig, EvictionConfig, HostConfig, frame_namespace
 
 PINNED = "1.6.1"
 pytestmark = pytest.mark.skipif(
@@ -183,23 +183,31 @@ async def test_it_counts_the_group_of_the_full_kv_alone(indexer: Indexer) -> Non
 
 
 async def test_it_finds_in_each_tier_what_a_match_finds_there(indexer: Indexer) -> None:
-    config = full(8, eviction=EvictionConfig(high_watermark=1.0), host=HostConfig(num_slots=32 * PAGE))
-    random, model, num_deeper = Random(7), "model-tiers", 0
+    tiers = {
+        "host": HostConfig(num_slots=32 * PAGE),
+        "disk": DiskConfig(path="/nowhere", num_slots=64 * PAGE, fingerprint="m"),
+    }
+    config = full(8, eviction=EvictionConfig(high_watermark=1.0), **tiers)
+    random, model, num_deeper, num_on_disk = Random(7), "model-tiers", 0, 0
     async with LocalPrefixCache(config) as cache, exporting(cache, replay_endpoint=FREE_PORT) as exporter:
         await indexer.register(exporter, 9, model)
         for number in range(60):
             await publish(cache, *[random.randrange(3) for _ in range(random.randrange(1, 6))])
             if number % 6 == 5:
                 await cache.evict(random.randrange(1, 8) * PAGE, random.choice(["device", "host"]))
+            if number % 12 == 8:
+                await cache.evict(40 * PAGE, "host")
             if number == 40:
                 await cache.reset()
             if number % 10 == 9:
                 ids = [*tokens(*(random.randrange(3) for _ in range(3))), 7]
                 match = await cache.match(ids)
-                wanted = {"gpu": match.prefix_len, "cpu": match.host_len}
+                wanted = {"gpu": match.prefix_len, "cpu": match.host_len, "disk": match.disk_len}
                 until = time.monotonic() + 60
-                while (found := (await indexer.instances(model, ids)).get("9", {"gpu": 0, "cpu": 0})) | wanted != found:
+                nothing = dict.fromkeys(wanted, 0)
+                while (found := (await indexer.instances(model, ids)).get("9", nothing)) | wanted != found:
                     assert time.monotonic() < until, (found, wanted)
                     await asyncio.sleep(0.05)
                 num_deeper += match.host_len > match.prefix_len
-    assert num_deeper
+                num_on_disk += match.disk_len > match.host_len
+    assert num_deeper and num_on_disk
