@@ -266,7 +266,7 @@ class RequestHandlers:
     def _after_commit(self, session_id: str, response: Message) -> Message:
         """Return a response, or a ticket for it if the disk has not committed all retirements yet."""
         disk = None if self._tiers is None else self._tiers.disk
-        deletion = None if disk is None else disk.deletion()
+        deletion = None if disk is None else disk.deletions.future()
         if disk is None or deletion is None:
             return response
         return self._admission.wait_for_commit(session_id, response, deletion, disk.config.load_timeout_s)

@@ -24,6 +24,7 @@ from time import monotonic
 from typing import Any
 
 from raydix.actors.tiers.copier import Copied
+from raydix.actors.tiers.disk_deletions import DiskDeletions
 from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S
 from raydix.actors.tiers.disk_index import ROW_BYTES, IndexLayout, index_bytes
@@ -37,7 +38,7 @@ from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.record_file import stride_of
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.transport.pool_shapes import layout_below, records_below
-from raydix.cache_core import KVCache, RadixKey, RecordLayout
+from raydix.cache_core import KVCache, KVPool, RadixKey, RecordLayout, RecordPool
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces, Models
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
@@ -112,6 +113,7 @@ class DiskTier:
         loads: from the disk to the first tier.
         readers: the threads of the loads.
         writes: to the disk.
+        deletions: of retired spaces.
         may_begin: returns whether writes and prefetches may begin, as no request needs the slots. Call `wake` when it
             is true again.
     """
@@ -182,21 +184,15 @@ class DiskTier:
         self._is_scheduled = self._is_closed = self._is_building = False
         self._timer: asyncio.TimerHandle | None = None
         self._paused_until = float("-inf")
-        self._num_failed = 0  # writes that failed, so far
         self._last_day = LastDay(clock)
         self._noted_bytes = 0  # bytes of writes that `_last_day` has
-        self._uncommitted_since: float | None = None  # time of the first retirement that is not committed
         # The spaces and their ends.
         self._serials = count(1)
         self._salts: dict[str | None, int] = {}  # namespace with a space, or with one to come -> salt of its uses
         self._to_bind: dict[str | None, int] = {}  # namespace that leases have used before the disk was ready -> arity
         self._warned = False
-        self._knows_spaces = False
-        self._retired_before: list[Callable[[str | None], bool]] = []  # retirements before the spaces were known
-        self._to_delete: list[int] = []  # numbers of spaces
-        self._is_deleting = False
+        self.deletions = DiskDeletions(self._end_deletion, self._note_error, clock)
         self._deleted: list[int] = []  # spaces that were deleted while rows are read
-        self._deletion: asyncio.Future[None] | None = None
         self._built: asyncio.Future[None] | None = None
         # Rows of records that are leaving.
         self._leaving: deque[tuple[Kind, Numbers]] = deque()
@@ -260,7 +256,7 @@ class DiskTier:
             num_stalls=self.loads.num_stalls,
             num_damaged=self.readers.num_damaged,
             day_bytes=self._last_day.total,
-            uncommitted_s=0.0 if (since := self._uncommitted_since) is None else self._clock() - since,
+            uncommitted_s=self.deletions.uncommitted_s,
         )
 
     # ---------------------------------------------------------------- opening
@@ -328,14 +324,23 @@ class DiskTier:
         def open_store() -> DiskStore:
             return open_new() if first is None else first
 
-        options = {"write_mib_s": self.config.write_mib_s, "buffer_bytes": self._buffer_bytes, "clock": self._clock}
-        self._writer = writer = DiskWriter(open_store, partial(_settle, opened), pool, **options)  # type: ignore[arg-type]
+        self._writer = writer = self.make_writer(open_store, partial(_settle, opened), pool)
         writer.on_free = self.wake
         found = await opened
         if isinstance(found, Exception):
             writer.close()
             self._writer = None
         return found
+
+    def make_writer(
+        self,
+        open_store: Callable[[], DiskStore],
+        opened: Callable[[DiskStore | Exception], object],
+        pool: KVPool | RecordPool,
+    ) -> DiskWriter:
+        """Return a writer, which the tier closes."""
+        limit, buffer_bytes = self.config.write_mib_s, self._buffer_bytes
+        return DiskWriter(open_store, opened, pool, write_mib_s=limit, buffer_bytes=buffer_bytes, clock=self._clock)
 
     def _take_first(self) -> DiskStore | None:
         """Return the store that was open from the start; None from the second call on."""
@@ -355,7 +360,6 @@ class DiskTier:
         self._state = READY
         self.spaces.deleted(self._deleted)
         self._deleted.clear()
-        self._settle_deletion()
         logger.info(
             "the disk tier is ready: it keeps %s of %s",
             counted(self.keepers["full"].num_dormant * self._page, "token"),
@@ -368,16 +372,14 @@ class DiskTier:
 
     async def _read_records(self) -> None:
         """Read the spaces, and the numbers of their records."""
-        for found in await self._do(lambda store: store.index.spaces()):
+        for found in await self._do_surely(lambda store: store.index.spaces()):
             self.spaces.add(found.number, found.namespace, (found.base, found.adapter, found.label), found.arity)
-        self._knows_spaces = True
-        for is_meant in self._retired_before:
-            self._delete(self.spaces.retire(is_meant))
-        self._retired_before.clear()
-        for number in [space.number for space in self.spaces] + list(self._to_delete):
+        assert self._writer is not None
+        self.deletions.begin(self._writer, self.spaces.retire)
+        for number in [space.number for space in self.spaces] + list(self.deletions.waiting):
             place: RowPlace | None = FIRST
             while place is not None:
-                kinds, records, place = await self._do(partial(_records, number=number, place=place))
+                kinds, records, place = await self._do_surely(partial(_records, number=number, place=place))
                 await self._delete_refused(self.spaces.read(number, kinds, records))
 
     async def _delete_refused(self, refused: list[tuple[Kind, int]]) -> None:
@@ -405,9 +407,24 @@ class DiskTier:
             raise error
         return result
 
+    async def _do_surely(self, task: Callable[[DiskStore], Any]) -> Any:
+        """Do work until the disk does not fail; return its result.
+
+        Raises:
+            IndexDamaged: the index is damaged.
+        """
+        while True:
+            try:
+                return await self._do(task)
+            except IndexDamaged:
+                raise
+            except DiskError as error:
+                logger.warning("the disk's index could not be read, and is tried again: %s", error)
+                await asyncio.sleep(_RETRY_S)
+
     # ---------------------------------------------------------------- a damaged index
 
-    def _note_error(self, error: DiskError | None) -> None:
+    def _note_error(self, error: Exception | None) -> None:
         """Replace the index if an error of the disk's work says that it is damaged."""
         if isinstance(error, IndexDamaged) and self._state == READY and not self._is_closed:
             self._state = "reading"
@@ -418,7 +435,6 @@ class DiskTier:
         self.tier.cache.retire(lambda namespace: True)
         await self._renew_index(error)
         self._state = READY
-        self._settle_deletion()
         self.bind()
         self.wake()
         self._on_change()
@@ -437,9 +453,9 @@ class DiskTier:
                 await asyncio.sleep(_RETRY_S)
         self._state = "reading"
         self.spaces.lose_all()
-        self._knows_spaces = True
-        for numbers in (self._to_delete, self._deleted, self._retired_before):
-            numbers.clear()
+        self._deleted.clear()
+        assert self._writer is not None
+        self.deletions.forget(self._writer)
 
     # ---------------------------------------------------------------- models
 
@@ -539,7 +555,7 @@ class DiskTier:
                 self.writes.ask_again()
                 self.wake()
             else:  # it was retired meanwhile
-                self._delete(self.spaces.retire_space(space))
+                self.deletions.delete(self.spaces.retire_space(space))
             return
 
     async def _feed(self, space: DiskSpace) -> None:
@@ -550,9 +566,9 @@ class DiskTier:
             done: list[RowRun] = []
             left_out: list[IndexRow] = []
             try:
-                done, left_out, at = await self._do(partial(_read_runs, runs=runs, number=space.number, place=at))
-            except DiskError as error:
-                logger.warning("a part of the disk's index could not be read: %s", error)
+                read = partial(_read_runs, runs=runs, number=space.number, place=at)
+                done, left_out, at = await self._do_surely(read)
+            except IndexDamaged:  # It is replaced.
                 at = None
             self.spaces.give(space, done, left_out, is_last=at is None)
             self._is_building = True
@@ -584,10 +600,11 @@ class DiskTier:
         self._settle_built()
         has_more |= self._keep_free()
         self._delete_leaving()
-        if self._clock() >= self._paused_until and self.may_begin():
+        may_begin = self._clock() >= self._paused_until and self.may_begin()
+        if may_begin:
             self.writes.begin(self._writer, self._space_of)
         self._set_timer()
-        if has_more or (self.writes.may_look_on and self._writer.may_write):
+        if has_more or (may_begin and self.writes.may_look_on and self._writer.may_write):
             self.wake()
 
     def _set_timer(self) -> None:
@@ -602,10 +619,9 @@ class DiskTier:
         self._timer = None
         self.wake()
 
-    def _after_write(self) -> None:
-        if self.writes.counts.num_failed > self._num_failed:
-            self._num_failed = self.writes.counts.num_failed
-            self._note_error(self.writes.last_failure)
+    def _after_write(self, error: DiskError | None) -> None:
+        if error is not None:
+            self._note_error(error)
             self._paused_until = self._clock() + _RETRY_S
         self._last_day.add(self.writes.counts.num_bytes - self._noted_bytes)
         self._noted_bytes = self.writes.counts.num_bytes
@@ -714,78 +730,23 @@ class DiskTier:
     # ---------------------------------------------------------------- retirements
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Delete the spaces of namespaces, which the disk's cache is about to retire. `deletion` is the ticket."""
+        """Delete the spaces of namespaces, which the disk's cache is about to retire: see `deletions.future`."""
         for namespace in [namespace for namespace in self._salts if is_meant(namespace)]:
             del self._salts[namespace]
         self.writes.forget(is_meant)
         if self.is_instant:
             return
-        if self._knows_spaces:
-            self._delete(self.spaces.retire(is_meant))
-            self._settle_built()
-        else:
-            self._retired_before.append(is_meant)
-            self._note_uncommitted()
+        self.deletions.retire(is_meant, self.spaces.retire)
+        self._settle_built()
 
-    def deletion(self) -> asyncio.Future[None] | None:
-        """Return the future that ends when all retirements so far are committed: no crash can undo them then.
-
-        None: they are. Others may wait for it, too, so it must be shielded.
-        """
-        if not (self._retired_before or self._to_delete):
-            return None
-        if self._deletion is None:
-            self._deletion = asyncio.get_running_loop().create_future()
-        return self._deletion
-
-    def _delete(self, numbers: Sequence[int]) -> None:
-        self._to_delete += numbers
-        if self._to_delete:
-            self._note_uncommitted()
-        if not self._is_deleting and self._to_delete and not self._is_closed:
-            assert self._writer is not None
-            self._is_deleting = True
-            meant = list(self._to_delete)
-            self._writer.submit(lambda store: store.index.delete_spaces(meant), partial(self._end_deletion, meant))
-
-    def _end_deletion(self, numbers: list[int], done: Done) -> None:
-        self._is_deleting = False
-        if done.error is not None:
-            self._note_error(done.error)
-            if not self._is_closed and self._loop is not None:
-                logger.warning("a retirement is not on the disk yet, and is tried again: %s", done.error)
-                self._loop.call_later(_RETRY_S, self._delete, ())
-            return
-        self._to_delete = [number for number in self._to_delete if number not in numbers]
+    def _end_deletion(self, numbers: Sequence[int]) -> None:
+        """Give the records of deleted spaces back."""
         if self._state == "reading":
             self._deleted += numbers
         else:
             self.spaces.deleted(numbers)
-        self._settle_deletion()
-        self._delete(())
-        if not self._to_delete and self._writer is not None:
-            self._writer.submit(lambda store: store.index.clean(), self._end_cleaning)
         self.wake()
         self._on_change()
-
-    def _note_uncommitted(self) -> None:
-        if self._uncommitted_since is None:
-            self._uncommitted_since = self._clock()
-
-    def _settle_deletion(self) -> None:
-        if self._retired_before or self._to_delete:
-            return
-        self._uncommitted_since = None
-        if self._deletion is not None:
-            future, self._deletion = self._deletion, None
-            if not future.done():
-                future.set_result(None)
-
-    def _end_cleaning(self, done: Done) -> None:
-        """Delete more rows of deleted spaces, if there are any."""
-        self._note_error(done.error)
-        if done.error is None and done.result and self._writer is not None and not self._is_closed:
-            self._writer.submit(lambda store: store.index.clean(), self._end_cleaning)
 
     # ---------------------------------------------------------------- the end
 
@@ -811,6 +772,7 @@ class DiskTier:
         """
         if self._is_closed:
             return True
+        self.deletions.close(self._writer)
         self._is_closed = True
         self._state = CLOSED
         self._settle_built()

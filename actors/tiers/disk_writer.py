@@ -132,6 +132,12 @@ class DiskWriter:
         self._writes: set[Write] = set()
         self._is_closed = False
         self._threads = _Threads(PageRecords(pool), asyncio.get_running_loop())
+        self._running: list[threading.Thread] = []
+        self._start(open_store, opened)
+        weakref.finalize(self, self._threads.stop)
+
+    def _start(self, open_store: Callable[[], DiskStore], opened: Callable[[DiskStore | Exception], object]) -> None:
+        """Start the threads."""
         names = ("raydix-disk-copier", "raydix-disk-writer", "raydix-disk-index")
         targets: tuple[Callable[[], None], ...] = (
             self._threads.copy,
@@ -143,7 +149,6 @@ class DiskWriter:
         ]
         for thread in self._running:
             thread.start()
-        weakref.finalize(self, self._threads.stop)
 
     @property
     def may_write(self) -> bool:
@@ -255,20 +260,24 @@ class _Threads:
     def copy(self) -> None:
         """Copy the pages of each write to its buffer, and pass it on."""
         while (write := self.to_copy.get()) is not None:
-            error: DiskError | None = None
-            try:
-                is_whole = self._gather(write)
-            except Exception as failure:  # reported to the caller; the thread goes on with others
-                logger.exception("the pages of a write could not be copied")
-                is_whole, error = False, DiskError(f"copying failed: {type(failure).__name__}: {failure}")
-            self._post(write.gathered)
-            if is_whole:
-                self.to_write.put(write)
-            else:
-                self._post(write.free)
-                self._post(write.done, Written([], error))
+            self.copy_one(write)
             del write  # the thread keeps no buffer while it waits
         self.to_write.put(None)
+
+    def copy_one(self, write: Write) -> None:
+        """Copy the pages of a write to its buffer, and pass it on."""
+        error: DiskError | None = None
+        try:
+            is_whole = self._gather(write)
+        except Exception as failure:  # reported to the caller; the thread goes on with others
+            logger.exception("the pages of a write could not be copied")
+            is_whole, error = False, DiskError(f"copying failed: {type(failure).__name__}: {failure}")
+        self._post(write.gathered)
+        if is_whole:
+            self.to_write.put(write)
+        else:
+            self._post(write.free)
+            self._post(write.done, Written([], error))
 
     def _gather(self, write: Write) -> bool:
         """Copy pages to the buffer, and sum them; return False if the write is cancelled."""
@@ -305,13 +314,17 @@ class _Threads:
         """Write the records of each write, and pass all on to the index, in order."""
         store = self.opened.get()
         while (item := self.to_write.get()) is not None:
-            if isinstance(item, Write):
-                if store is not None:
-                    self._write(store, item)
-                self._post(item.free)
-            self.to_commit.put(item)
+            self.write_one(store, item)
             del item  # the thread keeps no buffer while it waits
         self.to_commit.put(None)
+
+    def write_one(self, store: DiskStore | None, item: Write | _Work) -> None:
+        """Write the records of a write, if there is a store, and pass it or other work on to the index."""
+        if isinstance(item, Write):
+            if store is not None:
+                self._write(store, item)
+            self._post(item.free)
+        self.to_commit.put(item)
 
     def _write(self, store: DiskStore, write: Write) -> None:
         try:
@@ -340,16 +353,20 @@ class _Threads:
         self._post(opened, store)
         try:
             while (item := self.to_commit.get()) is not None:
-                if isinstance(item, Write):
-                    self._post(item.done, _committed(store, item))
-                else:
-                    self._post(item.done, _done(store, item.task))
+                self.commit_one(store, item)
                 del item
         finally:
             try:
                 store.close()
             except DiskError:
                 logger.exception("the index of a disk could not be closed")
+
+    def commit_one(self, store: DiskStore, item: Write | _Work) -> None:
+        """Commit the rows of a write, or do other work, and report its end."""
+        if isinstance(item, Write):
+            self._post(item.done, _committed(store, item))
+        else:
+            self._post(item.done, _done(store, item.task))
 
     def _refuse(self, error: Exception) -> None:
         """Answer all requests with an error: there is no store."""

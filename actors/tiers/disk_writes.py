@@ -114,8 +114,7 @@ class DiskWrites:
         self._after_writes: list[Callable[[], object]] = []
         self._records: dict[Tier, PageRecords] = {}
         self._strides: dict[Kind, int] = {}
-        self.on_end: Callable[[], object] = lambda: None
-        self.last_failure: DiskError | None = None  # of a write
+        self.on_end: Callable[[DiskError | None], object] = lambda error: None
 
     # ---------------------------------------------------------------- prefixes that are due
 
@@ -372,30 +371,34 @@ class DiskWrites:
                 resume()
 
     def _end(self, batch: _Batch, written: Written) -> None:
-        """Publish the pages of a batch whose rows are committed."""
+        """Publish the pages of the moves of which all rows are committed: some may be of a deleted space."""
         self._batches.discard(batch)
-        is_there = len(written.rows) == sum(map(len, batch.numbers.values()))
-        if not is_there:
-            for kind, numbers in batch.numbers.items():
-                self._keepers[kind].rows_refused(np.array(numbers, np.int64))
+        there: dict[Kind, set[int]] = {kind: set() for kind in self._keepers}
+        for row in written.rows:
+            there[row.kind].add(row.record)
+        for kind, numbers in batch.numbers.items():
+            refused = [number for number in numbers if number not in there[kind]]
+            self._keepers[kind].rows_refused(np.array(refused, np.int64))
         for moves, move in batch.moves:
-            is_done = is_there and not move.is_retired
+            is_done = not move.is_retired and all(
+                there[kind].issuperset(self._numbers_of(kind, (move,))) for kind in self._keepers
+            )
             moves.finish(move, move.num_pages if is_done else 0, is_done)
+        is_there = bool(written.rows)
         self.counts.num_writes += is_there
         self.counts.num_bytes += batch.num_bytes * is_there
         if written.error is not None:
             self.counts.num_failed += 1
-            self.last_failure = written.error
             self.counts.last_error = str(written.error)
             logger.warning("KV could not be written to the disk: %s", written.error)
-        elif is_there:
+        else:  # what was cancelled, or did not fit, is still due
             for key, (_, move) in zip(batch.due, batch.moves, strict=False):
-                if move.stop < len(key) and not move.is_retired:
+                if (move.stop < len(key) or not is_there) and not move.is_retired:
                     self.offer(key)
         blocked, self._blocked = self._blocked, []
         for key in blocked:
             self.offer(key)
-        self.on_end()
+        self.on_end(written.error)
 
     # ---------------------------------------------------------------- requests that lack slots
 

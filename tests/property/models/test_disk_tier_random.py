@@ -108,7 +108,7 @@ class Traffic:
         self.done["weights"] += 1
 
     async def restart(self) -> None:
-        deletion = self.rig.disk.deletion()
+        deletion = self.rig.disk.deletions.future()
         if deletion is not None:
             await self.rig.wait(deletion.done)
         self.rig.disk.close(60)

@@ -268,7 +268,7 @@ async def test_a_retirement_that_the_disk_does_not_confirm_in_time_says_so(tmp_p
             await cache.set_weights("new")
         go_on()
         async with asyncio.timeout(60):
-            while tier_of(cache).deletion() is not None:  # noqa: ASYNC110 -- a thread deletes
+            while tier_of(cache).deletions.future() is not None:  # noqa: ASYNC110 -- a thread deletes
                 await asyncio.sleep(0.002)
         await cache.set_weights("new")
         await cache.reset()

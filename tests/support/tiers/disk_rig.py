@@ -123,7 +123,7 @@ class DiskRig:
         def is_idle() -> bool:
             is_built = all(space.builder is None for space in disk.spaces)
             num_leaving = sum(keeper.num_leaving for keeper in disk.keepers.values())
-            return is_built and disk.writes.is_idle and not num_leaving and disk.deletion() is None
+            return is_built and disk.writes.is_idle and not num_leaving and disk.deletions.future() is None
 
         await self.wait(lambda: is_idle() and not disk._tasks and not disk._is_scheduled)
         self.check()

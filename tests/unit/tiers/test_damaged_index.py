@@ -77,8 +77,8 @@ async def test_a_retirement_is_confirmed_by_a_new_index(tmp_path: Path) -> None:
         await rig.twice(PROMPT, OTHER)
         calls.fail("DELETE", errno.EUCLEAN)
         rig.core.retire(lambda namespace: True)
-        assert rig.disk.deletion() is not None
-        await rig.wait(lambda: rig.disk.deletion() is None)
+        assert rig.disk.deletions.future() is not None
+        await rig.wait(lambda: rig.disk.deletions.future() is None)
 
         await rig.ready()
         assert await rig.lengths(PROMPT, OTHER) == [0, 0]
@@ -97,7 +97,7 @@ async def test_a_retirement_while_the_index_is_replaced_is_confirmed_and_deletes
         rig.core.retire(lambda namespace: True)
         rig.request(PROMPT)
         go_on()
-        await rig.wait(lambda: rig.disk.deletion() is None and rig.disk.state == "ready")
+        await rig.wait(lambda: rig.disk.deletions.future() is None and rig.disk.state == "ready")
 
         await rig.settle()
         assert await kept_on_disk(rig, PROMPT)

@@ -295,7 +295,7 @@ async def test_a_kill_before_or_after_the_commit_of_a_retirement(
         if not is_done:
             calls.kill("DELETE")
         rig.core.reset()
-        deletion = rig.disk.deletion()
+        deletion = rig.disk.deletions.future()
         assert deletion is not None
         await deletion
 
@@ -413,10 +413,10 @@ async def test_a_retirement_reaches_the_disk_and_what_follows_is_kept(tmp_path: 
         await rig.twice([1] * 16, namespace="a")
         rig.core.retire(lambda name: name is None)
         assert rig.cache.match(RadixKey([1] * 16)).prefix_len == 0, "in one step of the loop"
-        deletion = rig.disk.deletion()
-        assert deletion is not None and rig.disk.deletion() is deletion
+        deletion = rig.disk.deletions.future()
+        assert deletion is not None and rig.disk.deletions.future() is deletion
         await deletion
-        assert rig.disk.deletion() is None
+        assert rig.disk.deletions.future() is None
         rig.request([2] * 16)
         await rig.settle()
         await rig.twice([2] * 16)
@@ -433,7 +433,7 @@ async def test_a_retirement_before_the_disk_is_open_deletes_what_lies_there(tmp_
     try:
         rig.disk.start()
         rig.core.reset()
-        deletion = rig.disk.deletion()
+        deletion = rig.disk.deletions.future()
         assert deletion is not None and not deletion.done()
         await rig.wait(deletion.done)
         await rig.settle()
@@ -473,7 +473,7 @@ async def test_a_retirement_that_the_disk_refuses_is_tried_until_it_is_committed
         await write_all(rig)
         calls.fail("DELETE", errno.EIO, times=3)
         rig.core.reset()
-        deletion = rig.disk.deletion()
+        deletion = rig.disk.deletions.future()
         assert deletion is not None
         await rig.wait(deletion.done)
         await rig.settle()
@@ -532,7 +532,7 @@ async def test_a_disk_that_does_not_answer_costs_its_deadline_and_is_left_alone_
         rig.check()
         assert (await rig.load([1] * 16)) == (0, None), "nothing is loaded"
         rig.core.reset()
-        deletion = rig.disk.deletion()
+        deletion = rig.disk.deletions.future()
         assert deletion is not None
         await rig.wait(deletion.done)
         rig.check()
@@ -636,7 +636,7 @@ async def test_a_cache_without_tensors_writes_and_loads_in_the_call(tmp_path: Pa
     rig.core.evict(10**6)
     assert await rig.load([1] * 16) == (16, None)
     rig.core.reset()
-    assert rig.disk.deletion() is None and rig.cache.match(RadixKey([1] * 16)).prefix_len == 0
+    assert rig.disk.deletions.future() is None and rig.cache.match(RadixKey([1] * 16)).prefix_len == 0
     rig.request([1] * 16)
     assert rig.cache.match(RadixKey([1] * 16)).prefix_len == 0, "the uses before are forgotten"
     assert not os.listdir(tmp_path)
