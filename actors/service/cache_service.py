@@ -225,7 +225,9 @@ class CacheService:
         sources = [Source(Tier(DEVICE, medium, self.core) if host is None else host.moves.upper, lambda: pool)]
         if host is not None:
             sources.append(Source(host.moves.lower, lambda: host.lower_pool))
-        disk = DiskTier(self.config, name, sources, cache, self._models_of, self._after_moves, opened=opened)
+        disk = DiskTier(
+            self.config, name, sources, cache, self._models_of, self._after_moves, opened=opened, clock=self.clock
+        )
         disk.may_begin = lambda: not self.wait_queue.waiting
         return disk
 
@@ -233,7 +235,7 @@ class CacheService:
         """Return the models of a namespace for the disk: those that are bound, or the one that `disk` names."""
         assert self.config.disk is not None
         if self.bindings.base is None and self.config.disk.fingerprint:
-            return self.config.disk.fingerprint, None, ""
+            return self.config.disk.fingerprint, None, self.bindings.weights.label or ""
         return self.bindings.models_of(extra_key)
 
     def _on_pressure(self) -> None:
@@ -351,7 +353,8 @@ class CacheService:
     async def drain(self, drain_s: float) -> int:
         """Refuse new sessions, new and growing leases, and queued requests, for good.
 
-        Open leases can be read, published and ended. Return when none is left, or after `drain_s` the number left.
+        Open leases can be read, published and ended. Retirements that wait for the disk go on waiting. Return when no
+        lease is left, or after `drain_s` the number left.
         """
         deadline = time.monotonic() + checked_seconds(drain_s)
         self._draining = True
@@ -362,8 +365,12 @@ class CacheService:
         return leases.num_of_clients
 
     async def close(self) -> None:
-        """Refuse new sessions, end the open ones, stop the background task."""
+        """Refuse new sessions, end the open ones, stop the background task.
+
+        Retirements that wait for the disk's commit are answered first.
+        """
         self._closed = True
+        await self.wait_queue.end_commits()
         self.reaper.close_all(CacheUnavailable(_SHUT_DOWN))
         self.feeds.close()
         self.offers.stop()

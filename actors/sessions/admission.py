@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.refusals import Refusals
-from raydix.actors.sessions.wait_queue import Position, Waiter, WaitQueue
+from raydix.actors.sessions.wait_queue import COMMIT, Position, Waiter, WaitQueue
 from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
@@ -426,6 +426,7 @@ class Admission:
         """
         queue = self._wait_queue
         waiter = queue.give_ticket(session_id, _COMMIT, Position(None, False, lambda: False))
+        waiter.waits_for = COMMIT
 
         def settle(answer: Message | Exception) -> None:
             if not waiter.outcome.done():

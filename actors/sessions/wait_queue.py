@@ -1,6 +1,6 @@
 """The queue of requests that wait for room in the pool: first in, first out, each with a deadline.
 
-Requests that wait for a load, or for writes, have tickets too, and stand in no queue.
+Requests that wait for a load, for writes, or for the disk's commit have tickets too, and stand in no queue.
 
 If tenants share the pool, a request at its tenant's cap holds up its own tenant alone, and a request that stays within
 its tenant's floor goes before other tenants' requests that wait for the pool.
@@ -21,6 +21,7 @@ from raydix.actors.transport.error_map import to_cache_error
 from raydix.cache_core import OutOfSlotsError
 from raydix.schemas import CacheBusy, CacheError, Message, UnknownLease, WaitingResponse
 
+COMMIT = "commit"  # `Waiter.waits_for` of a retirement that the disk has not committed
 _RETRY_AFTER_S = 0.1
 
 # Tries a request that has a ticket, and returns its answer. None: it waits for a load, outside the queue. Raises
@@ -51,7 +52,7 @@ class Waiter:
     timer: asyncio.TimerHandle | None = None  # ends the present wait
     is_queued: bool = False
     waited_s: float = 0.0  # seconds in the queue before the present wait
-    waits_for: object = None  # the load or the writes that it waits for; None: neither
+    waits_for: object = None  # the load, the writes or the commit that it waits for; None: none of them
     may_load: bool = True  # False: a load for it has failed, or was late
     # Set while it is queued:
     attempt: Attempt = field(init=False, repr=False)
@@ -280,10 +281,16 @@ class WaitQueue:
                 del self._by_lease[lease]
 
     def refuse_all(self, error: CacheError) -> None:
-        """Fail every request that waits with `error`."""
+        """Fail every request that waits with `error`, but for retirements: these have happened."""
         for waiter in list(self._by_ticket.values()):
-            if not waiter.outcome.done():
+            if not waiter.outcome.done() and waiter.waits_for != COMMIT:
                 self.settle(waiter, error)
+
+    async def end_commits(self) -> None:
+        """Wait until no retirement waits for the disk's commit. Each of them has a time limit."""
+        waiters = [waiter for waiter in self._by_ticket.values() if waiter.waits_for == COMMIT]
+        if waiters:
+            await asyncio.wait([waiter.outcome for waiter in waiters])
 
     def change_loop(self) -> None:
         """Drop every request: the loop that they waited on was closed."""
