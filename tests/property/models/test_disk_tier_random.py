@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,6 +36,7 @@ class Traffic:
         self.rng, self.path, self.shape = Random(seed), path, shape
         self.done = Counter[str]()
         self.models = ("m", None, "v1")
+        self.weights: dict[str | None, str] = defaultdict(str)
 
     async def start(self) -> None:
         self.calls = FaultyFileCalls()
@@ -47,6 +48,7 @@ class Traffic:
             models=self.models,
             **{"num_pages": 48} | self.shape,
         )
+        self.rig.weights = self.weights
         self.rig.disk.start()
         if rng.random() < 0.5:
             await self.rig.ready()
@@ -90,22 +92,22 @@ class Traffic:
         if self.rig.host is not None:
             self.rig.host.reclaim(10**6)
         self.rig.cache.reclaim(10**6)
-        await self.rig.settle()
+        await self.rig.check_index()
 
     async def fail(self) -> None:
         name = self.rng.choice(("pwritev", "preadv", "INSERT", "DELETE", "COMMIT"))
         self.calls.fail(name, self.rng.choice((errno.EIO, errno.ENOSPC)), self.rng.randint(0, 2))
 
     async def retire(self) -> None:
-        name = self.namespace()
-        self.rig.core.retire(lambda other: other == name)
         self.done["retired"] += 1
+        self.rig.retire(f"retirement {self.done['retired']}", self.namespace())
 
     async def set_weights(self) -> None:
         """Retire all, and bind other weights."""
-        self.rig.core.reset()
-        self.models = self.rig.models = ("m", None, self.rng.choice(("v1", "v2")))
         self.done["weights"] += 1
+        self.rig.core.reset()
+        self.rig.weights.update(dict.fromkeys((None, "a"), f"weights {self.done['weights']}"))
+        self.models = self.rig.models = ("m", None, self.rng.choice(("v1", "v2")))
 
     async def restart(self) -> None:
         deletion = self.rig.disk.deletions.future()

@@ -1,14 +1,30 @@
-"""Faults of moves between tiers, planted under the core alone and under a whole service."""
+"""Faults of moves between tiers, planted under the core alone and under a whole service; and faults of a disk tier."""
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from support.faults.faults import Catalogue, Patch, around
 
+from raydix.actors.service.cache_service import CacheService
+from raydix.actors.tiers import disk_store
+from raydix.actors.tiers.disk_deletions import DiskDeletions
+from raydix.actors.tiers.disk_errors import DiskError
+from raydix.actors.tiers.disk_index import DiskIndex
+from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.disk_writer import DiskWriter, Done, Write, Written, _Threads
+from raydix.actors.tiers.disk_writes import DiskWrites
+from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.cache_core.leases.kv_cache import KVCache
+from raydix.cache_core.leases.lease_table import TIERS
 from raydix.cache_core.leases.leased_cache import LeasedCache
+from raydix.cache_core.tiers.disk_spaces import DiskSpaces
 from raydix.cache_core.tiers.moves import Moves
+from raydix.cache_core.tiers.record_keeper import RecordKeeper
+from raydix.cache_core.tiers.use_counter import UseCounter
 
 FAULTS_OF_MOVES = Catalogue()
 fault = FAULTS_OF_MOVES.register
@@ -44,8 +60,8 @@ def the_lock_at_the_source_is_forgotten(patch: Patch) -> None:
 
 @fault
 def the_lower_tier_is_not_retired(patch: Patch) -> None:
-    def init(original: Any, self: Moves, *arguments: Any) -> None:
-        original(self, *arguments)
+    def init(original: Any, self: Moves, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
         self.upper.cache.below = None
 
     around(patch, Moves, "__init__", init)
@@ -67,3 +83,176 @@ def a_loaded_token_is_counted_twice(patch: Patch) -> None:
         original(self, lease, prefix_len)
 
     around(patch, KVCache, "hand_out", hand_out)
+
+
+# ---------------------------------------------------------------- the disk
+
+FAULTS_OF_DISK = Catalogue()
+disk_fault, late_disk_fault = FAULTS_OF_DISK.register, FAULTS_OF_DISK.register_late
+
+
+@disk_fault
+def pages_are_released_before_they_are_copied(patch: Patch) -> None:
+    def write(original: Any, self: DiskWriter, records: Any, gathered: Any, done: Any, source: Any = None) -> Any:
+        write = original(self, records, lambda: None, done, source)
+        asyncio.get_running_loop().call_soon(gathered)
+        return write
+
+    around(patch, DiskWriter, "write", write)
+
+
+@late_disk_fault
+def pages_are_summed_after_their_release(patch: Patch) -> None:
+    def write_one(original: Any, self: _Threads, store: DiskStore | None, item: Any) -> None:
+        if isinstance(item, Write):
+            kept = item.buffer.copy()  # type: ignore[union-attr]
+            item.rows.clear()
+            self._gather(item)  # the sums of the pages as they are now
+            item.buffer[:] = kept  # type: ignore[index]
+        original(self, store, item)
+
+    around(patch, _Threads, "write_one", write_one)
+
+
+@disk_fault
+def rows_are_committed_before_their_records_are_written(patch: Patch) -> None:
+    def write(original: Any, self: _Threads, store: DiskStore, write: Write) -> Any:
+        with suppress(DiskError):
+            store.index.commit(write.rows)
+        return original(self, store, write)
+
+    around(patch, _Threads, "_write", write)
+
+
+@disk_fault
+def pages_can_be_matched_before_their_rows_are_committed(patch: Patch) -> None:
+    def write(original: Any, self: DiskWriter, records: Any, gathered: Any, done: Any, source: Any = None) -> Any:
+        def copied() -> None:
+            gathered()
+            done(Written([row for part in records.values() for row in part.rows]))
+
+        return original(self, records, copied, lambda written: None, source)
+
+    around(patch, DiskWriter, "write", write)
+
+
+@late_disk_fault
+def a_record_is_used_again_before_its_row_is_deleted(patch: Patch) -> None:
+    def take_leaving(original: Any, self: RecordKeeper) -> Any:
+        numbers = original(self)
+        rows_deleted(self, numbers)
+        return numbers
+
+    rows_deleted = RecordKeeper.rows_deleted
+    around(patch, RecordKeeper, "take_leaving", take_leaving)
+    around(patch, RecordKeeper, "rows_deleted", lambda original, self, numbers: None)
+    around(patch, RecordKeeper, "rows_not_deleted", lambda original, self, numbers: None)
+
+
+@late_disk_fault
+def all_rows_of_a_write_count_as_refused_if_some_are(patch: Patch) -> None:
+    def end(original: Any, self: DiskWrites, batch: Any, written: Written) -> None:
+        if len(written.rows) < sum(map(len, batch.numbers.values())):
+            written = Written([], DiskError("some rows were refused"))
+        original(self, batch, written)
+
+    around(patch, DiskWrites, "_end", end)
+
+
+@disk_fault
+def a_retirement_does_not_reach_the_disk(patch: Patch) -> None:
+    around(patch, DiskIndex, "delete_spaces", lambda original, self, numbers: None)
+
+
+@late_disk_fault
+def a_retirement_is_answered_before_it_is_committed(patch: Patch) -> None:
+    around(patch, DiskDeletions, "future", lambda original, self: None)
+
+
+@late_disk_fault
+def a_retirement_that_failed_is_forgotten(patch: Patch) -> None:
+    around(patch, DiskDeletions, "_end", lambda original, self, numbers, done: original(self, numbers, Done()))
+
+
+@disk_fault
+def damaged_records_are_loaded(patch: Patch) -> None:
+    def are_right(records: Any, *others: Any) -> Any:
+        return np.ones(len(records), np.bool_)
+
+    patch.setattr(disk_store, "are_right", are_right)
+
+
+@disk_fault
+def a_damaged_record_is_not_dropped(patch: Patch) -> None:
+    around(patch, KVCache, "drop_page", lambda original, self, key, first: 0)
+
+
+@late_disk_fault
+def spaces_of_other_models_are_built(patch: Patch) -> None:
+    def bind(original: Any, self: DiskSpaces, namespace: Any, models: Any) -> Any:
+        for space in self:
+            if space.namespace == namespace:
+                space.models = models
+        return original(self, namespace, models)
+
+    around(patch, DiskSpaces, "bind", bind)
+
+
+@late_disk_fault
+def the_label_of_the_weights_names_no_model(patch: Patch) -> None:
+    def models_of(original: Any, self: CacheService, extra_key: str | None) -> Any:
+        models = original(self, extra_key)
+        return None if models is None else (*models[:2], "")
+
+    around(patch, CacheService, "_models_of", models_of)
+
+
+@late_disk_fault
+def of_equal_spaces_the_oldest_is_built(patch: Patch) -> None:
+    def bind(original: Any, self: DiskSpaces, namespace: Any, models: Any) -> Any:
+        self._spaces = dict(reversed(self._spaces.items()))
+        try:
+            return original(self, namespace, models)
+        finally:
+            self._spaces = dict(reversed(self._spaces.items()))
+
+    around(patch, DiskSpaces, "bind", bind)
+
+
+@disk_fault
+def a_use_counts_twice_for_its_request(patch: Patch) -> None:
+    def ended(original: Any, self: UseCounter, lease: Any) -> None:
+        if lease.session_id != TIERS:
+            self._count(lease, 0, lease.num_published_pages)
+        original(self, lease)
+
+    around(patch, UseCounter, "ended", ended)
+
+
+@late_disk_fault
+def two_tiers_load_one_page(patch: Patch) -> None:
+    patch.setattr(Moves, "others", property(lambda self: (), lambda self, others: None), raising=False)
+
+
+@late_disk_fault
+def those_that_wait_for_a_load_of_the_disk_are_not_told_of_its_end(patch: Patch) -> None:
+    def wait_for(original: Any, self: LowerTiers, load: Any, resume: Any) -> None:
+        if not self._is_of_disk(load):
+            original(self, load, resume)
+
+    around(patch, LowerTiers, "wait_for", wait_for)
+
+
+@late_disk_fault
+def a_write_that_was_cancelled_is_forgotten(patch: Patch) -> None:
+    def end(original: Any, self: DiskWrites, batch: Any, written: Written) -> None:
+        if not written.rows:
+            batch.due.clear()
+        original(self, batch, written)
+
+    around(patch, DiskWrites, "_end", end)
+
+
+@late_disk_fault
+def a_late_load_keeps_the_lease_of_its_request(patch: Patch) -> None:
+    patch.setattr(Moves, "give_up", lambda self, move: None)

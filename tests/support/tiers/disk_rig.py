@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from support.tiers.faulty_files import FaultyFileCalls
 
 from raydix.actors.service.core_factory import build_core, build_disk_cache
+from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_tier import DiskTier
 from raydix.actors.tiers.disk_writes import Source
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.cache_core import KVCache, RadixKey, RecordLayout, RecordPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.disk_spaces import Models
+from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
 from raydix.cache_core.tiers.moves import Finished, Moves, check_all
+from raydix.cache_core.tiers.page_records import PageRecords
+from raydix.cache_core.tiers.record_keeper import _DORMANT, _WITH_ROW
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tree.page_hashes import chain_hashes
 from raydix.schemas import CacheConfig, DiskConfig, PoolConfig
@@ -31,7 +39,7 @@ WAIT_S = 20
 class DiskRig:
     """A pool of 64 pages above a disk of some records. All calls are made on the event loop.
 
-    The KV of a page is made of its hash, so that each process knows it.
+    The KV of a page is made of its hash and of the weights, so that each process knows it.
 
     Args:
         host_pages: of a host tier between them; 0: there is none.
@@ -42,6 +50,9 @@ class DiskRig:
 
     Attributes:
         models: that are bound to all namespaces; None: none are.
+        weights: that compute the KV of a namespace, so far "".
+        may_find: for a namespace, the weights of which KV may be found, if not only the present ones. All KV of a lease
+            must be of the same.
     """
 
     def __init__(
@@ -60,6 +71,8 @@ class DiskRig:
         **disk: Any,
     ) -> None:
         self.models = models
+        self.weights: dict[str | None, str] = defaultdict(str)
+        self.may_find: dict[str | None, set[str]] = {}
         fields: dict[str, Any] = {"num_state_slots": num_states}
         if has_tensors:
             fields |= {"format": "opaque", "slot_bytes": SLOT_BYTES}
@@ -134,6 +147,32 @@ class DiskRig:
         check_all(all_moves)
         self.disk.check_invariants()
 
+    def retire(self, weights: str, *namespaces: str | None) -> None:
+        """Let other weights come for some namespaces: what they had so far may not be found any more."""
+        self.core.retire(lambda name: name in namespaces)
+        for namespace in namespaces:
+            self.weights[namespace] = weights
+            self.may_find.pop(namespace, None)
+
+    async def check_index(self) -> None:
+        """Compare the rows of the index with the records and with the tree. The disk must have nothing to do."""
+        for cache in (self.core, self.host, self.cache):
+            while cache is not None and cache.reclaim(10**6):
+                pass
+        self.disk.wake()
+        await self.settle()
+        rows = {(row.kind, row.record): row for row in await self.disk._do(_all_rows)}
+        for kind, keeper in self.disk.keepers.items():
+            named = {record for name, record in rows if name == kind}
+            kept = set(np.flatnonzero(np.isin(keeper._states, (_WITH_ROW, _DORMANT))).tolist())
+            assert kept == named, f"records of kind {kind} and their rows differ: {kept ^ named}"
+        for node in self.cache.radix.parts.tree.nodes():
+            space = self.disk.spaces.current(node.namespace.extra_key)
+            assert space is not None and node.value is not None
+            for start, name in zip(node.value.numpy()[::PAGE].tolist(), chain_hashes(node, PAGE), strict=True):
+                row = rows["full", start // PAGE]
+                assert (row.digest.hex(), row.space) == (name, space.number), f"{row} is not that of its page"
+
     # ---------------------------------------------------------------- requests
 
     def _lease_id(self) -> str:
@@ -143,12 +182,12 @@ class DiskRig:
     def request(self, tokens: list[int], namespace: str | None = None, cache: KVCache | None = None) -> int:
         """Compute the KV of a prompt, and publish it; return the prefix that was hit."""
         cache = self.core if cache is None else cache
-        key, lease_id = RadixKey(tokens, namespace), self._lease_id()
+        key, lease_id, weights = RadixKey(tokens, namespace), self._lease_id(), self.weights[namespace]
         lease = cache.acquire(lease_id, "s", key)
         hit = lease.prefix_len
         pool = self.pools["device" if cache is self.core else "host"]
         if lease.state_slot is not None and pool is not None:
-            pool.states[lease.state_slot] = tensor(_state_of(tokens, namespace))
+            pool.states[lease.state_slot] = tensor(_state_of(tokens, namespace, weights))
         cache.insert(lease_id, "s", len(tokens), RadixKey([], namespace), publish_state=self.num_states > 0)
         if pool is not None:
             num_pages = len(tokens) // PAGE
@@ -156,9 +195,9 @@ class DiskRig:
             if self.window is not None:
                 halves = cache.allocator.swa_starts(lease.starts[:num_pages]).tolist()
             for start, half, name in zip(lease.starts[:num_pages].tolist(), halves, _hashes(lease), strict=True):
-                pool.pages[start // PAGE] = tensor(_kv(name, PAGE * SLOT_BYTES))
+                pool.pages[start // PAGE] = tensor(_kv(name, PAGE * SLOT_BYTES, weights))
                 if half:
-                    pool.windows[half // PAGE] = tensor(_kv(name + "77", PAGE * HALF_BYTES))
+                    pool.windows[half // PAGE] = tensor(_kv(name, PAGE * HALF_BYTES, weights + "half"))
         cache.release(lease_id, "s")
         return hit
 
@@ -176,17 +215,26 @@ class DiskRig:
             return
         names = _hashes(lease)[:num_pages]
         halves = self.core.swa_starts(lease)[:num_pages].tolist() if self.window is not None else [0] * num_pages
+        if not num_pages:
+            return
+        first = bytes(pool.pages[lease.starts[0] // PAGE].tolist())
+        namespace = lease.key.extra_key
+        may_find = self.may_find.get(namespace, {self.weights[namespace]})
+        right = [weights for weights in may_find if first == _kv(names[0], PAGE * SLOT_BYTES, weights)]
+        assert right, "a lease has wrong KV"
+        weights = right[0]
         for start, half, name in zip(lease.starts[:num_pages].tolist(), halves, names, strict=True):
-            assert bytes(pool.pages[start // PAGE].tolist()) == _kv(name, PAGE * SLOT_BYTES), "a lease has wrong KV"
+            found = bytes(pool.pages[start // PAGE].tolist())
+            assert found == _kv(name, PAGE * SLOT_BYTES, weights), "a lease has wrong KV"
             if half:
                 found = bytes(pool.windows[half // PAGE].tolist())
-                assert found == _kv(name + "77", PAGE * HALF_BYTES), "a lease has wrong window KV"
-        if self.window is not None and num_pages:
+                assert found == _kv(name, PAGE * HALF_BYTES, weights + "half"), "a lease has wrong window KV"
+        if self.window is not None:
             assert all(halves[-(self.window // PAGE) :]), "a lease has no window KV at its end"
-        if lease.state_slot is not None and num_pages:
-            tokens = list(lease.key.token_ids)[: lease.prefix_len]
+        if lease.state_slot is not None:
+            tokens: list[Any] = list(lease.key.token_ids)[: lease.prefix_len]
             state = bytes(pool.states[lease.state_slot].tolist())
-            assert state == _state_of(tokens, lease.key.extra_key), "a lease has a wrong state"
+            assert state == _state_of(tokens, namespace, weights), "a lease has a wrong state"
 
     async def load(
         self, tokens: list[int], namespace: str | None = None, timeout_s: float = WAIT_S
@@ -218,6 +266,17 @@ class DiskRig:
         return [(await self.load(prompt))[0] for prompt in prompts]
 
 
+def _all_rows(store: DiskStore) -> list[IndexRow]:
+    """The rows of all spaces of an index."""
+    rows: list[IndexRow] = []
+    for space in store.index.spaces():
+        place: RowPlace | None = FIRST
+        while place is not None:
+            some, place = store.index.rows(space.number, place)
+            rows += some
+    return rows
+
+
 def tensor(data: bytes) -> torch.Tensor:
     """The bytes as a tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -234,12 +293,26 @@ def _hashes(lease: LeaseRecord) -> list[str]:
     return hashes
 
 
-def _kv(name: str, num_bytes: int) -> bytes:
-    return hashlib.shake_256(bytes.fromhex(name)).digest(num_bytes)
+def _kv(name: str, num_bytes: int, weights: str) -> bytes:
+    return hashlib.shake_256(f"{name} {weights}".encode()).digest(num_bytes)
 
 
-def _state_of(tokens: list[int], namespace: str | None) -> bytes:
-    return hashlib.shake_256(repr((tokens, namespace)).encode()).digest(STATE_BYTES)
+def _state_of(tokens: list[int], namespace: str | None, weights: str) -> bytes:
+    return hashlib.shake_256(repr((tokens, namespace, weights)).encode()).digest(STATE_BYTES)
+
+
+@contextmanager
+def stalled_copies() -> Iterator[FaultyFileCalls]:
+    """Pages are copied to the writers' buffers as calls of the name "gather", which can be stalled."""
+    calls, gather = FaultyFileCalls(), PageRecords.gather
+
+    def noted(*arguments: Any) -> None:
+        calls.meet("gather")
+        gather(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PageRecords, "gather", noted)
+        yield calls
 
 
 @asynccontextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from raydix.actors.tiers.copier import Copied, Copy, CopyCounts, End
+from raydix.actors.tiers.disk_copies import DiskCopies
+from raydix.actors.tiers.disk_errors import DiskError
 from raydix.cache_core import KVPool, RecordPool
 from raydix.cache_core.tiers.page_records import Chunk, CopyPlan, PageCopies, PageRecords
 
@@ -57,13 +60,21 @@ class FaultyCopier:
         open: copies that have not ended.
         current: the copy of which a page is being copied, if any: `cancel` ends it behind that page, which `pass_page`
             copies.
+
+    Args:
+        pool: of the upper tier.
+        lower: of the tier below; or what copies from a disk.
     """
 
-    def __init__(self, pool: KVPool | RecordPool, lower: RecordPool) -> None:
+    def __init__(self, pool: KVPool | RecordPool, lower: RecordPool | DiskCopies) -> None:
         self.open: list[Copy] = []
         self.current: Copy | None = None
-        self._copies = PageCopies(pool, lower)
-        self._records = {True: PageRecords(pool), False: PageRecords(lower)}  # is_load -> of the target
+        self._copies: PageCopies | DiskCopies
+        self._records = {True: PageRecords(pool)}  # is_load -> of the target
+        if isinstance(lower, DiskCopies):
+            self._copies = lower
+        else:
+            self._copies, self._records[False] = PageCopies(pool, lower), PageRecords(lower)
         self._counts = {True: CopyCounts(), False: CopyCounts()}  # is_load -> counts
         self._ended: list[Copy] = []  # and not reported
 
@@ -81,7 +92,14 @@ class FaultyCopier:
         return copy
 
     def advance(self, copy: Copy, num_pages: int) -> None:
-        """Copy some more pages of a slow copy. It stays open."""
+        """Copy some more pages of a slow copy. It stays open, unless the disk fails."""
+        try:
+            self._advance(copy, num_pages)
+        except DiskError:
+            self._end(copy, "failed")
+            self._report(copy)
+
+    def _advance(self, copy: Copy, num_pages: int) -> None:
         for _ in range(min(num_pages, len(copy.chunks) - copy.num_chunks)):
             copy.copy_chunk()
             copy.num_chunks += 1
@@ -97,14 +115,17 @@ class FaultyCopier:
             self.advance(copy, len(copy.chunks))
         elif num_pages is not None:
             self.advance(copy, num_pages - copy.num_pages)
-        self._end(copy, end)
-        self._report(copy)
+        if copy.result is None:
+            self._end(copy, end)
+            self._report(copy)
 
     def pass_page(self) -> None:
         """Copy the page of the current copy, which ends behind it if it was cancelled or has no more pages."""
         copy, self.current = self.current, None
         assert copy is not None
         self.advance(copy, 1)
+        if copy.result is not None:
+            return
         if copy.num_chunks == len(copy.chunks):
             self.finish(copy)
         elif copy.is_cancelled:
@@ -145,7 +166,8 @@ class FaultyCopier:
 
     def stop_all(self, timeout_s: float | None = None) -> None:
         if self.current is not None:
-            self.advance(self.current, 1)  # it waits for the chunk
+            with suppress(DiskError):
+                self._advance(self.current, 1)  # it waits for the chunk
         for copy in list(self.open):
             self._end(copy, "cancelled")
         self._ended.clear()  # their ends are not reported
@@ -156,6 +178,6 @@ class FaultyCopier:
     def queued_bytes(self, *, loads: bool) -> int:
         return sum(copy.bytes_left for copy in self.open if copy.is_load == loads)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         for copy in list(self.open):
             self._end(copy, "closed")

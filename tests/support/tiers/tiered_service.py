@@ -17,15 +17,19 @@ from support.waiting import wait_until
 from raydix.actors.service.cache_service import CacheService
 from raydix.actors.tiers.copier import Copy
 from raydix.actors.tiers.host_memory import READY
+from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.actors.tiers.tier_manager import Progress, TierManager
 from raydix.actors.transport.pool_shapes import records_of
 from raydix.cache_core import RecordPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.move import Move
+from raydix.cache_core.tiers.moves import Moves, check_all
 from raydix.cache_core.tiers.page_records import PageCopies
 from raydix.schemas import (
     AcquireRequest,
     CacheConfig,
     CacheError,
+    DiskConfig,
     EvictionConfig,
     HostConfig,
     InsertRequest,
@@ -60,11 +64,17 @@ def tiered_config(
     num_states: int = 0,
     bigram: bool = False,
     host: dict[str, Any] | None = None,
+    disk: dict[str, Any] | None = None,
     eviction: dict[str, Any] | None = None,
     leases: dict[str, Any] | None = None,
     **more: Any,
 ) -> CacheConfig:
-    """A cache of records with one stamp for each token, window token and state; every rule is checked at each step."""
+    """A cache of records with one stamp for each token, window token and state; every rule is checked at each step.
+
+    Args:
+        host_pages: 0: there is no host tier.
+        disk: fields of `DiskConfig`; None: there is no disk tier.
+    """
     pool: dict[str, Any] = {"slot_bytes": _BYTES}
     if window is not None:
         pool |= {"swa_slot_bytes": _BYTES, "num_swa_slots": device_pages * page_size}
@@ -72,11 +82,13 @@ def tiered_config(
     if num_states:
         pool |= {"state_bytes": _BYTES, "num_state_slots": num_states}
         more["kind"] = "mamba"
+    host_fields: dict[str, Any] = {"num_slots": host_pages * page_size, "policy": "lru"}
     return CacheConfig(
         page_size=page_size,
         bigram=bigram,
         pool=PoolConfig(num_slots=device_pages * page_size, format="opaque", device="cpu", **pool),
-        host=HostConfig(**{"num_slots": host_pages * page_size, "policy": "lru"} | (host or {})),
+        host=HostConfig(**host_fields | (host or {})) if host_pages else None,
+        disk=None if disk is None else DiskConfig(**{"direct_io": "off", "write_mib_s": None, "flush_s": 0} | disk),
         eviction=EvictionConfig(**eviction or {}),
         leases=LeaseConfig(**leases or {}),
         validate=True,
@@ -106,11 +118,16 @@ class TieredService:
         self.full, self.windows, self.states = (
             part.view(-1).numpy().view(np.int64) for part in (self.pool.pages, self.pool.windows, self.pool.states)
         )
-        if not has_thread:
-            self.tiers.make_copier = self._make_copier  # type: ignore[method-assign, assignment]
         self._copier: FaultyCopier | None = None
         self._num_leases = 0
-        wait_until(lambda: self.tiers.state == READY)
+        if self.service.tiers is not None:
+            if not has_thread:
+                self.tiers.make_copier = self._make_copier  # type: ignore[method-assign, assignment]
+            wait_until(lambda: self.tiers.state == READY)
+        self.begin()
+
+    def begin(self) -> None:
+        """Open the session "s"."""
         self.open()
 
     def _make_copier(self, copies: PageCopies) -> FaultyCopier:
@@ -129,6 +146,26 @@ class TieredService:
         self.tiers._is_ready()
         assert self._copier is not None
         return self._copier
+
+    @property
+    def copiers(self) -> list[FaultyCopier]:
+        """All copiers."""
+        return [] if self.service.tiers is None else [self.copier]
+
+    @property
+    def lower(self) -> LowerTiers:
+        assert self.service.lower is not None
+        return self.service.lower
+
+    @property
+    def all_moves(self) -> list[Moves]:
+        """The moves between the tiers."""
+        return self.lower._all_moves
+
+    @property
+    def in_flight(self) -> list[Move]:
+        """The moves in flight."""
+        return [move for moves in self.all_moves for move in moves.in_flight]
 
     @property
     def writes(self) -> list[Copy]:
@@ -266,14 +303,20 @@ class TieredService:
 
     async def close(self) -> None:
         """Close the service; check both tiers, and that no slot is lost in either."""
-        self.tiers.check_invariants()
+        self.lower.check_invariants()
         await self.service.close()
         if self._copier is not None:
             assert not self._copier.open, "a copy is open after the end"
             self._copier.deliver()
-        self.tiers.moves.check_invariants()
-        assert not self.tiers.moves.in_flight, "a move is left"
-        for tier in (self.tiers.moves.upper, self.tiers.moves.lower):
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Check all tiers of a closed service, and that no slot is lost in any."""
+        check_all(self.all_moves)
+        assert not self.in_flight, "a move is left"
+        for tier in self.lower.tiers:
+            if tier.name == "disk":  # its records may be dormant, or leaving
+                continue
             cache = tier.cache
             assert not len(cache.leases), f"{tier.name} has leases"
             cache.reset()

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from support.processes.shuffled_loop import ShuffledLoop
+from support.tiers.faulty_copier import FaultyCopier
 from support.tiers.tiered_service import TieredService, tiered_config
 from support.traffic.radix import TrafficFailed
 
@@ -140,7 +141,7 @@ class ServiceTraffic:
         # tokens that leases found in the pool, and the loads for leases that their sessions have not ended
         self.from_pool = 0
         self.was_checked = False
-        self.owned: dict[Move, None] = {}
+        self.owned: dict[Move, tuple[str, int]] = {}  # load -> its lease's id, and the tokens that it found in the pool
 
     def run(self, num_operations: int) -> Counter[str]:
         """Do so many operations; return how often the rarer things happened.
@@ -157,11 +158,38 @@ class ServiceTraffic:
         return self.done
 
     async def _run(self, num_operations: int) -> None:
-        shape = self.shape
-        self.cache = TieredService(shape.config(), shape.has_thread)
-        self.cache.tiers.moves.batch_pages = 3
+        self.cache = self.make()
+        self.start()
+        operations = self.operations()
+        choices = self.rng.choices(list(operations), list(operations.values()), k=num_operations)
+        for number, operation in enumerate(choices):
+            try:
+                done = operation()
+                if done is not None:
+                    await done
+                await self.collect()
+                self.check()
+            except Exception as error:
+                raise TrafficFailed(f"operation {number}, {operation.__name__}: {error!r}") from error
+        try:
+            await self.end()
+        except Exception as error:
+            raise TrafficFailed(f"the end: {error!r}") from error
+
+    def make(self) -> TieredService:
+        """A new service."""
+        return TieredService(self.shape.config(), self.shape.has_thread)
+
+    def start(self) -> None:
+        """Begin with a new service."""
+        for moves in self.cache.all_moves:
+            moves.batch_pages = 3
         for _ in range(NUM_SESSIONS):
             self.open_session()
+
+    def operations(self) -> dict[Callable[[], Any], int]:
+        """The operations, and how often each is done."""
+        shape = self.shape
         operations: dict[Callable[[], Any], int] = {
             self.acquire: 26,
             self.lock: 4,
@@ -185,20 +213,7 @@ class ServiceTraffic:
             operations[self.let_the_thread_copy] = 26
         else:
             operations |= {self.copy_some: 14, self.begin_a_page: 6, self.finish: 26, self.deliver: 6}
-        choices = self.rng.choices(list(operations), list(operations.values()), k=num_operations)
-        for number, operation in enumerate(choices):
-            try:
-                done = operation()
-                if done is not None:
-                    await done
-                await self.collect()
-                self.check()
-            except Exception as error:
-                raise TrafficFailed(f"operation {number}, {operation.__name__}: {error!r}") from error
-        try:
-            await self.end()
-        except Exception as error:
-            raise TrafficFailed(f"the end: {error!r}") from error
+        return operations
 
     # ---------------------------------------------------------------- sessions and prompts
 
@@ -228,7 +243,7 @@ class ServiceTraffic:
 
     def prompt(self) -> tuple[tuple[int, ...], str | None]:
         """A prompt of which the host has more, or one that goes on where another ended, or shares its beginning."""
-        rng, page, lower = self.rng, self.page, self.cache.service.lower
+        rng, page, lower = self.rng, self.page, self.cache.lower
         below = [
             (tokens, namespace)
             for tokens, namespace in self.prompts[-12:]
@@ -439,7 +454,8 @@ class ServiceTraffic:
     # ---------------------------------------------------------------- administration
 
     def evict(self) -> None:
-        message = EvictRequest(num_tokens=self.rng.randint(1, 6 * self.page), tier=self.rng.choice(("device", "host")))
+        num_tokens, tier = self.rng.randint(1, 6 * self.page), self.rng.choice(self.cache.lower.tiers)
+        message = EvictRequest(num_tokens=num_tokens, tier=tier.name)
         self.ask(message, self.rng.choice(self.sessions))
 
     def prefetch(self) -> None:
@@ -465,14 +481,21 @@ class ServiceTraffic:
 
     # ---------------------------------------------------------------- copies and time
 
+    def any_copier(self) -> FaultyCopier | None:
+        copiers = self.cache.copiers
+        busy = [copier for copier in copiers if copier.open]
+        return self.rng.choice(busy or copiers) if copiers else None
+
     def copy_some(self) -> None:
-        copier = self.cache.copier
-        if copier.open:
+        copier = self.any_copier()
+        if copier is not None and copier.open:
             copier.advance(self.rng.choice(copier.open), self.rng.randint(1, 3))
 
     def begin_a_page(self) -> None:
         """The copier begins a page of a copy, or ends the one that it is in."""
-        copier = self.cache.copier
+        copier = self.any_copier()
+        if copier is None:
+            return
         if copier.current is not None:
             copier.pass_page()
         elif unfinished := [copy for copy in copier.open if copy.num_chunks < len(copy.chunks)]:
@@ -480,8 +503,8 @@ class ServiceTraffic:
 
     def finish(self) -> None:
         """The copier ends a copy: whole most times, or early."""
-        rng, copier = self.rng, self.cache.copier
-        if not copier.open:
+        rng, copier = self.rng, self.any_copier()
+        if copier is None or not copier.open:
             return
         copy = rng.choice(copier.open)
         ends: list[End] = ["whole", "whole", "whole", "failed"]
@@ -492,7 +515,8 @@ class ServiceTraffic:
         copier.finish(copy, end, None if end == "whole" else rng.randint(0, len(copy.plan)))
 
     def deliver(self) -> None:
-        self.cache.copier.deliver()
+        for copier in self.cache.copiers:
+            copier.deliver()
 
     async def let_the_thread_copy(self) -> None:
         time.sleep(0.0003)  # noqa: ASYNC251 -- the loop has no time of its own
@@ -529,26 +553,29 @@ class ServiceTraffic:
                 self.settle(request, outcome)
 
     def check(self) -> None:
-        cache, tiers = self.cache, self.cache.tiers
+        cache = self.cache
         if not self.was_checked:
-            tiers.check_invariants()
+            cache.lower.check_invariants()
         self.was_checked = False
-        in_flight = tiers.moves.in_flight
+        in_flight = cache.in_flight
         for move in in_flight:
             if move.is_load and move.target.filling_for:
-                self.owned[move] = None
+                # A lease that is loaded from two tiers in turn begins with the first one's tokens.
+                self.owned[move] = move.target.lease_id, move.first - move.target.loaded_len
         for move in list(self.owned):
-            if move not in in_flight:
+            lease, (lease_id, started) = move.target, self.owned[move]
+            if lease.lease_id != lease_id:  # it was taken from its request, which begins again
                 del self.owned[move]
-                # One that its session has ended, or withdrawn, counts as a request that was served.
-                lease = move.target
-                is_given_up = lease.filling_for == "" or (
-                    lease.filling_for is None and lease.lease_id not in self.requests
-                )
-                self.from_pool += move.first * is_given_up
-        counters, loaded = cache.service.core.counters, tiers.moves.counts.loaded
+                continue
+            if move in in_flight:
+                continue
+            del self.owned[move]
+            # One that its session has ended, or withdrawn, counts as a request that was served.
+            is_given_up = lease.filling_for == "" or (lease.filling_for is None and lease.lease_id not in self.requests)
+            self.from_pool += started * is_given_up
+        counters, loaded = cache.service.core.counters, sum(moves.counts.loaded for moves in cache.all_moves)
         reused = counters.tokens_reused + counters.tokens_reused_resumed
-        started = sum(move.first for move in self.owned)
+        started = sum(tokens for _, tokens in self.owned.values())
         assert reused == self.from_pool + started + loaded, f"{reused=} {self.from_pool=} {started=} {loaded=}"
         self.check_leases(in_flight)
 
@@ -569,7 +596,7 @@ class ServiceTraffic:
                 is_own = load.target.lease_id == request.lease_id
                 assert is_own or request.lease_id not in filling
             elif load == _WRITES:
-                assert self.cache.tiers.has_writes, f"{request} waits for writes that have ended"
+                assert self.cache.lower.has_writes, f"{request} waits for writes that have ended"
             else:
                 assert waiter.is_queued, f"{request} waits for nothing"
 
@@ -577,7 +604,7 @@ class ServiceTraffic:
         """End all copies, tickets and leases; no slot is lost, and nobody waits."""
         cache = self.cache
         for _ in range(3_000 if self.shape.has_thread else 100):
-            if not (self.requests or cache.tiers.moves.in_flight):
+            if not (self.requests or cache.in_flight):
                 break
             if self.shape.has_thread:
                 time.sleep(0.002)  # noqa: ASYNC251 -- as above
@@ -597,11 +624,11 @@ class ServiceTraffic:
 
     def end_copies(self) -> None:
         """The copier ends all copies."""
-        copier = self.cache.copier
-        for copy in list(copier.open):
-            if copy in copier.open:
-                copier.finish(copy)
-        copier.deliver()
+        for copier in self.cache.copiers:
+            for copy in list(copier.open):
+                if copy in copier.open:
+                    copier.finish(copy)
+            copier.deliver()
 
 
 def run_traffic(shape: Shape, seeds: range, num_operations: int) -> Counter[str]:

@@ -100,6 +100,31 @@ async def test_admit_all_writes_the_coldest_share_of_the_pool_at_its_first_use(t
         assert await rig.lengths([1] * 24) == [24]
 
 
+async def test_the_disk_waits_without_work_while_no_write_may_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices = [0]
+
+    def run_slice(self: disk_tier.DiskTier) -> None:
+        slices[0] += 1
+        original(self)
+
+    original = disk_tier.DiskTier._run_slice
+    monkeypatch.setattr(disk_tier.DiskTier, "_run_slice", run_slice)
+    async with opened_rig(tmp_path, num_pages=20, admit="all", reserve=0.9) as rig:
+        rig.disk.may_begin = lambda: False
+        rig.request([1] * 24)
+        before = slices[0]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert slices[0] - before < 10, "it asks again and again"
+
+        rig.disk.may_begin = lambda: True
+        rig.disk.wake()
+        await rig.settle()
+        assert rig.cache.total_size() == 24
+
+
 async def test_the_limit_of_the_rate_holds_back_all_but_the_first_write(tmp_path: Path) -> None:
     now = [0.0]
     async with opened_rig(tmp_path, write_mib_s=4 * BLOCK / 2**20, clock=lambda: now[0]) as rig:
