@@ -94,7 +94,7 @@ class _Work(NamedTuple):
 
 
 class DiskWriter:
-    """Writes pages to a disk, and works on its index, in order. Its three threads do not wait for each other.
+    """Writes pages to a disk, and works on its index, in order, with three threads.
 
     The first one copies the pages of a write to one of two buffers, and sums them. From then on no page of the pool is
     needed, so none is locked while the disk is written. The second one writes the records, which frees the buffer, and
@@ -237,7 +237,7 @@ class DiskWriter:
 
 
 class _Threads:
-    """The work of the three threads. They know no `DiskWriter`: one that is dropped without being closed ends."""
+    """The work of the threads. They know no `DiskWriter`, so that one that is dropped without being closed ends."""
 
     def __init__(self, pool: PageRecords, loop: asyncio.AbstractEventLoop) -> None:
         self.to_copy: SimpleQueue[Write | None] = SimpleQueue()

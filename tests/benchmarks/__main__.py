@@ -26,6 +26,7 @@ GROUPS = {  # each group, and the module with its `figures`
     "data-plane": "bench_data_plane",
     "blocks": "bench_blocks",
     "tiers": "tier_figures",
+    "disk": "disk_figures",
     "scale": "bench_scale",
     "fleet": "bench_fleet",
     "end-to-end": "bench_end_to_end",

@@ -12,10 +12,12 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import (
     bench_data_plane,
+    bench_disk,
     bench_disk_peers,
     bench_end_to_end,
     bench_scale,
     bench_tier_writes,
+    disk_figures,
     tier_rates,
     tier_speed,
 )
@@ -188,6 +190,27 @@ async def test_misses_are_timed_with_and_without_a_host_tier() -> None:
 
     assert [figure.to for figure in found] == ["without a tier", "beside a copy"]
     assert all(figure.ratio for figure in found)
+
+
+def test_each_way_to_a_disk_is_measured_beside_a_plain_loop() -> None:
+    if not bench_disk.has_direct_io():
+        pytest.skip("the file system of the temporary folder has no O_DIRECT")
+    with bench_disk.opened(2**16, 2**20) as disk:
+        works = disk.works()
+        for work in works.values():
+            work()
+
+    plain = {name for name in works if name.startswith("plain ")}
+    assert {f"plain {name}" for name in works.keys() - plain} == plain and len(plain) == 6
+
+
+def test_a_folder_without_direct_io_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_disk, "has_direct_io", lambda: False)
+
+    assert disk_figures.figures(quick=True) == []
+    assert "has no O_DIRECT: let TMPDIR name another folder" in capsys.readouterr().out
 
 
 def test_copies_take_virtual_time(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from statistics import median
 from typing import Any
@@ -119,10 +119,22 @@ def no_collection() -> Iterator[None]:
 async def lone_misses(num_rounds: int, num_requests: int) -> Figure:
     """Time acquires that miss, of an actor with a tier and of one without, in turns, while both evict."""
     actors = [start_cache(config_of(TOKEN_BYTES, host)) for host in (host_of(4), None)]
+    ours, ratio = await misses_of(actors, num_rounds, num_requests, _until_ready)
+    what = "p50 of a lone acquire that misses, while its cache evicts"
+    return Figure("tiers", what, ours, "ms", ratio, "without a tier", at_most=MAX_P50, gate=P50_GATE)
+
+
+async def misses_of(
+    actors: Sequence[Any],
+    num_rounds: int,
+    num_requests: int,
+    until_ready: Callable[[PrefixCacheClient], Awaitable[None]],
+) -> tuple[float, float]:
+    """Return the milliseconds of acquires that miss, and their ratio to those of the second actor; end both actors."""
     prompts, ratios, medians = Prompts(), list[float](), list[float]()
     try:
         async with PrefixCacheClient(actors[0]) as tiered, PrefixCacheClient(actors[1]) as plain:
-            await _until_ready(tiered)
+            await until_ready(tiered)
             with no_collection():
                 for number in range(num_rounds + 1):
                     times = np.zeros((num_requests, 2))
@@ -136,10 +148,7 @@ async def lone_misses(num_rounds: int, num_requests: int) -> Figure:
     finally:
         for actor in actors:
             shutdown_cache(actor)
-    what = "p50 of a lone acquire that misses, while its cache evicts"
-    return Figure(
-        "tiers", what, median(medians), "ms", median(ratios), "without a tier", at_most=MAX_P50, gate=P50_GATE
-    )
+    return median(medians), median(ratios)
 
 
 async def misses(num_rounds: int, num_requests: int, token_bytes: int = TOKEN_BYTES) -> list[Figure]:
@@ -239,11 +248,11 @@ async def slices(seconds: float) -> list[Figure]:
         with no_collection():
             ended = asyncio.Event()
             load = asyncio.ensure_future(
-                _publish_until(ended, cache, prompts, 1.5 * WRITTEN_MIB_S * 2**20 / token_bytes)
+                publish_until(ended, cache, prompts, 1.5 * WRITTEN_MIB_S * 2**20 / token_bytes)
             )
             await asyncio.sleep(0.5)
             before, started = await _written_bytes(cache), time.perf_counter()
-            longest_ms = await _longest_turn_ms(seconds)
+            longest_ms = await longest_turn_ms(seconds)
             rate = (await _written_bytes(cache) - before) / (time.perf_counter() - started)
             ended.set()
             await load
@@ -262,7 +271,7 @@ async def slices(seconds: float) -> list[Figure]:
     ]
 
 
-async def _publish_until(ended: asyncio.Event, cache: LocalPrefixCache, prompts: Prompts, tokens_per_s: float) -> None:
+async def publish_until(ended: asyncio.Event, cache: LocalPrefixCache, prompts: Prompts, tokens_per_s: float) -> None:
     due = time.perf_counter()
     while not ended.is_set():
         prompt = prompts.next()
@@ -272,7 +281,7 @@ async def _publish_until(ended: asyncio.Event, cache: LocalPrefixCache, prompts:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
 
-async def _longest_turn_ms(seconds: float) -> float:
+async def longest_turn_ms(seconds: float) -> float:
     """Return the most CPU time of this thread between two turns of this coroutine."""
     longest, ends_at = 0.0, time.perf_counter() + seconds
     before = time.thread_time()

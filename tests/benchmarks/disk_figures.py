@@ -1,0 +1,16 @@
+"""The figures of a disk tier: copies, what it costs requests, and restarts."""
+
+from __future__ import annotations
+
+import tempfile
+
+from benchmarks import bench_disk, disk_speed
+from benchmarks.figures import Figure
+
+
+def figures(quick: bool) -> list[Figure]:
+    """Return all figures of a disk tier, if the temporary folder has O_DIRECT."""
+    if bench_disk.has_direct_io():
+        return [*bench_disk.figures(quick), *disk_speed.figures(quick)]
+    print(f"disk: not measured, as {tempfile.gettempdir()} has no O_DIRECT: let TMPDIR name another folder", flush=True)
+    return []
