@@ -10,10 +10,11 @@ command that the benchmark prints where it is missing; then Raydix is measured a
 - `LocalDiskBackend`, the disk of LMCache's connector without a server, as a library without an engine: LMCache has no
   such connector for CPUs.
 
-The settings of each are its defaults. An engine and its cache live three times. In the first life, prompts are used
-twice; in the second, the engine computes new prompts and finds the known ones, in turns; before the third, one byte in
-a record of each known prompt is flipped. Before each restart the page cache forgets the files. Bytes are those that the
-kernel counts for the processes of the cache or the server, so the folder, that of TMPDIR, must lie on a disk.
+The settings of each are its defaults. Both engines run at the same time, are asked in turns, and live three times with
+their caches. In the first life, prompts are used twice; in the second, the engines find them, and compute new ones;
+before the third, one byte in a record of each prompt is flipped. Before each restart the page cache forgets the files.
+Bytes are those that the kernel counts for the processes of the cache or the server, so the folder, that of TMPDIR, must
+lie on a disk.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import torch
-from benchmarks.figures import HEADING, Figure
+from benchmarks.figures import HEADING, Figure, median_ratio
 from support.engines import lmcache_server
 from support.engines.engine_process import EngineProcess
 from support.engines.laboratory import BLOCK, Laboratory, prompt, slot_bytes
@@ -111,8 +112,12 @@ class Node(ABC):
         self.engine: EngineProcess | None = None
 
     def start(self) -> None:
-        """Start the cache, then the engine; wait until it is ready."""
+        """Start the cache, then the engine, which is not ready yet."""
         self.engine = self._start()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the engine is ready."""
+        assert self.engine is not None, "it does not run"
         self.engine.wait_until_ready()
 
     def stop(self) -> None:
@@ -149,6 +154,7 @@ class Node(ABC):
             return time.monotonic() - since >= QUIET_S
 
         wait_until(is_quiet, SETTLE_S)
+        os.sync()  # No write of one node may disturb the reads of the other.
         return self._written()
 
     def _written(self) -> int:
@@ -167,6 +173,10 @@ class Node(ABC):
 
     @abstractmethod
     def _pid(self) -> int: ...
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the cache, if it still runs."""
 
     @abstractmethod
     def note(self, number: int) -> None:
@@ -202,9 +212,12 @@ class RaydixNode(Node):
     def note(self, number: int) -> None:
         """Do nothing: the index names the records."""
 
+    def end(self) -> None:
+        """Do nothing: the laboratory ends its caches."""
+
     def num_damaged(self) -> int | None:
-        disk = getattr(self.laboratory.stats(self.cache), "disk", None)
-        return None if disk is None else int(disk.damaged_records)
+        disk = self.laboratory.stats(self.cache).disk
+        return None if disk is None else disk.damaged_records
 
     def flip(self, number: int) -> None:
         tokens = self.prompts[number]
@@ -236,6 +249,11 @@ class LMCacheNode(Node):
     def _stop(self) -> None:
         assert self._server is not None, "it does not run"
         self._server.close()
+        self._server = None
+
+    def end(self) -> None:
+        if self._server is not None:
+            self._stop()
 
     def _pid(self) -> int:
         assert self._server is not None, "it does not run"
@@ -275,48 +293,67 @@ class Course:
         return RIGHT * mean(answer.tokens == expected for answer, expected in pairs)
 
 
-def run(node: Node, length: int) -> Course:
-    """Let a node live three times."""
+def run(nodes: list[Node], prompts: list[list[int]]) -> list[Course]:
+    """Let nodes live three times, all at the same time, with these prompts."""
     seeds = iter(range(10_000, 20_000))
-    course = Course(node.name)
+    courses = {node: Course(node.name) for node in nodes}
+
+    def new_prompt() -> list[int]:
+        return prompt(len(prompts[0]), next(seeds))
+
+    def in_turns(number: int) -> list[Node]:
+        first = number % len(nodes)
+        return nodes[first:] + nodes[:first]
 
     def start() -> None:
-        node.start()
-        if not course.expected:
-            course.opened = node.settled()
-        for _ in range(2):  # Code is compiled at the first, and the model bound.
-            node.answer(prompt(length, next(seeds)))
-        node.settled()
+        for node in nodes:
+            node.start()
+        for node, course in courses.items():
+            node.wait_until_ready()
+            course.opened = course.opened or node.settled()
+            for _ in range(2):  # Code is compiled at the first, and the model bound.
+                node.answer(new_prompt())
+
+    def stop() -> None:
+        for node in nodes:
+            node.stop()
 
     start()
-    node.note(-1)
-    before = node.settled()
-    for number, tokens in enumerate(node.prompts):
-        course.expected.append(node.answer(tokens).tokens)
-        course.once = node.settled() - before
-        node.note(number)
-    node.forget()
-    for tokens in node.prompts:
-        node.answer(tokens)
-    course.twice = node.settled() - before
-    node.stop()
+    before = {node: node.settled() for node in nodes}
+    for node in nodes:
+        node.note(-1)
+    for number, tokens in enumerate(prompts):
+        for node in in_turns(number):
+            courses[node].expected.append(node.answer(tokens).tokens)
+            courses[node].once = node.settled() - before[node]
+            node.note(number)
+    for node, course in courses.items():
+        node.forget()
+        for tokens in prompts:
+            node.answer(tokens)
+        course.twice = node.settled() - before[node]
+    stop()
 
     start()
-    for tokens in node.prompts:
-        course.found.append(node.answer(tokens))
-        node.settled()
-        course.computed.append(node.answer(prompt(length, next(seeds))))
-        node.settled()
-    node.stop()
+    for number, tokens in enumerate(prompts):
+        new = new_prompt()
+        for asked, answers in ((tokens, "found"), (new, "computed")):
+            for node in in_turns(number):
+                node.settled()
+                getattr(courses[node], answers).append(node.answer(asked))
+    stop()
 
-    for number in range(len(node.prompts)):
-        node.flip(number)
+    for node in nodes:
+        for number in range(len(prompts)):
+            node.flip(number)
     start()
-    for tokens in node.prompts:
-        course.flipped.append(node.answer(tokens))
-    course.num_damaged = node.num_damaged()
-    node.stop()
-    return course
+    for number, tokens in enumerate(prompts):
+        for node in in_turns(number):
+            courses[node].flipped.append(node.answer(tokens))
+    for node, course in courses.items():
+        course.num_damaged = node.num_damaged()
+    stop()
+    return list(courses.values())
 
 
 class LocalDisk:
@@ -430,42 +467,46 @@ def figures(quick: bool) -> list[Figure]:
     if find_spec("vllm") is None:
         print(f"{GROUP}: not measured, as vLLM is not installed: make bench ARGS=disk-peers runs it where it is")
         return []
-    nodes: list[type[Node]] = [RaydixNode]
+    kinds: list[type[Node]] = [RaydixNode]
     if lmcache_server.is_installed():
-        nodes.append(LMCacheNode)
+        kinds.append(LMCacheNode)
     else:
         print(f"{GROUP}: Raydix alone, as LMCache is not installed: {lmcache_server.INSTALL}")
     length, num_prompts = (1024, 2) if quick else (2048, 6)
     prompts = [prompt(length, seed) for seed in range(num_prompts)]
     kv_bytes = num_prompts * length * sum(slot_bytes("llama", **MODEL))
-    found, firsts = [], []
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     with TemporaryDirectory(prefix="raydix-peers-") as folder:
-        for node_class in nodes:
-            course = _run_apart(node_class, Path(folder) / node_class.name, prompts)
-            found += course_figures(course, length, kv_bytes)
-            firsts.append(median(answer.first_s for answer in course.found))
-        if len(firsts) == 2:
-            ours, theirs = firsts
-            what = f"first of {length:,} tokens after a restart"
-            found.append(Figure(GROUP, what, 1e3 * ours, "ms", theirs / ours, LMCacheNode.name))
+        courses = _run_in_folder(kinds, Path(folder), prompts)
+        found = [figure for course in courses for figure in course_figures(course, length, kv_bytes)]
+        if len(courses) == 2:
+            firsts = {course.name: [answer.first_s for answer in course.found] for course in courses}
+            ratio = median_ratio(firsts, RaydixNode.name, LMCacheNode.name)
+            what, first_ms = f"first of {length:,} tokens after a restart", 1e3 * median(firsts[RaydixNode.name])
+            found.append(Figure(GROUP, what, first_ms, "ms", ratio, LMCacheNode.name))
             (library := Path(folder) / "library").mkdir()
             found += library_figures(library)
     return found
 
 
-def _run_apart(node_class: type[Node], folder: Path, prompts: list[list[int]]) -> Course:
-    """Run a node on a Ray cluster of its own."""
+def _run_in_folder(kinds: list[type[Node]], folder: Path, prompts: list[list[int]]) -> list[Course]:
+    """Run nodes on a Ray cluster of their own."""
     import ray
 
-    (disk := folder / "disk").mkdir(parents=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = ray.init("local", num_cpus=2, include_dashboard=False, namespace="raydix", log_to_driver=False)
     laboratory = Laboratory(context.address_info["gcs_address"], folder)
+    nodes: list[Node] = []
     try:
         model = laboratory.save_model("llama", **MODEL)
-        return run(node_class(laboratory, model, disk, prompts), len(prompts[0]))
+        for kind in kinds:
+            (disk := folder / kind.name).mkdir()
+            nodes.append(kind(laboratory, model, disk, prompts))
+        return run(nodes, prompts)
     finally:
         laboratory.close()
+        for node in nodes:
+            node.end()
         ray.shutdown()
 
 
