@@ -134,8 +134,8 @@ class TimedCopier:
         """Return the bytes that are still to be copied."""
         return sum(copy.bytes_left for copy in self._queue if copy.is_load is loads)
 
-    def stop_all(self) -> None:
-        """End all copies."""
+    def stop_all(self, timeout_s: float | None = None) -> None:
+        """End all copies; none is waited for."""
         for copy in list(self._queue):
             self._end(copy, "cancelled")
 
