@@ -89,12 +89,15 @@ async def check_copies(path: Path) -> None:
             for _ in range(2):
                 rig.request([1] * 16)
             await rig.wait(lambda: copies.counts["gather"] > before)
-            assert not rig.core.evict(10**6), "its pages are being copied"
-            go_on()
-            await rig.wait(lambda: not rig.disk.locks_pool)
-            assert rig.core.evict(10**6) == 16
-            rig.request([3] * 240)
-            may_write.set()
+            try:
+                assert not rig.core.evict(10**6), "its pages are being copied"
+                go_on()
+                await rig.wait(lambda: not rig.disk.locks_pool)
+                assert rig.core.evict(10**6) == 16
+                rig.request([3] * 240)
+            finally:
+                go_on()
+                may_write.set()
             await rig.settle()
             rig.core.evict(10**6)
             assert await rig.lengths([1] * 16) == [16]

@@ -136,6 +136,7 @@ class DiskService(TieredService):
 
     async def kill(self) -> None:
         """End as by SIGKILL: all that is not on the disk is lost. Nothing else may run on the loop."""
+        self.disk._is_closed = True  # its callbacks do nothing any more
         if self.writer is not None:
             self.writer.kill()
         loop = asyncio.get_running_loop()

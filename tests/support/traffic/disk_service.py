@@ -108,7 +108,7 @@ class DiskServiceTraffic(ServiceTraffic):
             self.work: 16,
             self.bind: 2,
             self.fail: 2,
-            self.damage: 1,
+            self.damage: 3,
             self.retire: 0.7,
             self.restart: 0.7,
         }
@@ -136,6 +136,7 @@ class DiskServiceTraffic(ServiceTraffic):
         cache = self.cache
         is_killed = self.rng.random() < 0.6
         self.done["kill" if is_killed else "end"] += 1
+        self.count_life()
         if not is_killed:
             for ticket in self.tickets:
                 cache.service.wait_queue._by_ticket[ticket.ticket].outcome.add_done_callback(self.note_end)
@@ -255,9 +256,15 @@ class DiskServiceTraffic(ServiceTraffic):
 
     async def end(self) -> None:
         await self.cache.settle()
-        self.done["damaged"] += self.cache.disk.stats().num_damaged
-        self.done["written to the disk"] += self.cache.disk.stats().moves.written
+        self.count_life()
         await super().end()
+
+    def count_life(self) -> None:
+        """Count what a life has done."""
+        stats = self.cache.disk.stats()
+        self.done["damaged"] += stats.num_damaged
+        self.done["written to the disk"] += stats.moves.written
+        self.done["loaded from the disk"] += stats.moves.loaded
 
     def end_copies(self) -> None:
         super().end_copies()
@@ -266,11 +273,9 @@ class DiskServiceTraffic(ServiceTraffic):
                 self.cache.writer.step()
 
     def check(self) -> None:
-        stats = self.cache.disk.stats()
-        assert self.has_damage or not stats.num_damaged, "a record has not the KV of its row"
-        before = stats.moves.loaded
+        num_damaged = self.cache.disk.stats().num_damaged
+        assert self.has_damage or not num_damaged, "a record has not the KV of its row"
         super().check()
-        self.done["loaded from the disk"] = max(self.done["loaded from the disk"], before)
 
 
 def run_disk_traffic(shape: DiskShape, seeds: range, num_operations: int) -> Counter[str]:

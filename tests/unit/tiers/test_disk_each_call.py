@@ -52,8 +52,9 @@ async def tell(path: Path, shape: str, calls: FaultyFileCalls, *plan: tuple[str,
             else:
                 calls.fail(name, code, number)
         await story.tell(rig)
+        made = calls.counts - before
         await rig.check_index()
-        return calls.counts - before
+        return made
     finally:
         rig.disk.close(60)
 
