@@ -235,7 +235,7 @@ def shutdown_cache(cache: ActorHandle[Any], *, drain_s: float = 0) -> None:
 
 
 def disk_seconds(caches: Sequence[ActorHandle[Any]]) -> float:
-    """Return how long the ends of caches may take to write KV to their disks, beside their drains.
+    """Return how long the ends of caches may take to write KV to their disks, after their drains.
 
     Caches that do not say so within a second count as without a disk.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from raydix.actors.tiers.tier_loads import TierLoads
@@ -33,6 +33,7 @@ class LowerTiers:
         self.disk = disk
         # From the next tier to the last one.
         self._loads = [tier.loads for tier in (host, disk) if tier is not None]
+        self._is_instant = any(tier.is_instant for tier in (host, disk) if tier is not None)
         self._loads_from = {loads.moves.lower: loads for loads in self._loads}
         self._all_moves: list[Moves] = [] if host is None else [host.moves]
         if disk is not None:
@@ -101,12 +102,15 @@ class LowerTiers:
 
     # ---------------------------------------------------------------- loads
 
-    @contextmanager
-    def holding(self, key: RadixKey, limit: int | None) -> Iterator[None]:
+    def holding(self, key: RadixKey, limit: int | None) -> AbstractContextManager[None]:
         """Lock the tiers' prefixes of a key while a lease is opened, as `Moves.holding` says."""
+        return self._holding(key, limit) if self._is_instant else nullcontext()
+
+    @contextmanager
+    def _holding(self, key: RadixKey, limit: int | None) -> Iterator[None]:
         with ExitStack() as held:
             for loads in self._loads:
-                held.enter_context(loads.holding(key, limit))
+                held.enter_context(loads.moves.holding(key, limit))
             yield
 
     def _longest_prefix(self, key: RadixKey) -> int:

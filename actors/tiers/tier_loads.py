@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import monotonic
 
@@ -21,7 +20,6 @@ logger = logging.getLogger(__name__)
 STALL_S = 30.0  # for which nothing is loaded after a chunk that did not come back
 GRACE_S = 0.25  # for which the last chunk of a late load is waited for
 _PREFETCH_SHARE = 0.25  # share of the pool that prefetches in flight may take
-_NOT_HELD = nullcontext()
 
 # Ends the only move of a batch; returns its result, and whether all of it was copied.
 Finish = Callable[[MoveBatch, Copied], tuple[Finished, bool]]
@@ -107,10 +105,6 @@ class TierLoads:
 
     # ---------------------------------------------------------------- loads
 
-    def holding(self, key: RadixKey, limit: int | None) -> AbstractContextManager[None]:
-        """Lock the tier's prefix of a key while a lease is opened, as `Moves.holding` says."""
-        return self.moves.holding(key, limit) if self._is_instant else _NOT_HELD
-
     def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float | None) -> Move | None:
         """Begin to load the part of a new lease's prompt that the tier has and the lease lacks.
 
@@ -128,6 +122,8 @@ class TierLoads:
         if timeout_s is None:
             timeout_s = self.timeout_s
         if not timeout_s or self.is_stalled or not self._is_ready():
+            return None
+        if self.moves.lower.longest_prefix(lease.key) <= lease.prefix_len:
             return None
         wanted = len(lease.key) if limit is None else min(limit, len(lease.key))
         in_time = wanted if not self._rates else self._in_time(lease.prefix_len, timeout_s)

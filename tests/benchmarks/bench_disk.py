@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from raydix.actors.tiers.copier import Copied, Copier
 from raydix.actors.tiers.disk_copies import NUM_LANES, PART_BYTES, DiskCopies
 from raydix.actors.tiers.disk_index import IndexLayout
-from raydix.actors.tiers.disk_loads import NUM_READERS
+from raydix.actors.tiers.disk_readers import NUM_READERS
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Records, Written
 from raydix.actors.tiers.disk_writes import MOST_PAGES

@@ -67,7 +67,7 @@ RIGHT = 100.0  # percent
 
 
 class Answer(NamedTuple):
-    """What an engine answers; no tokens: it failed."""
+    """The answer of an engine; no tokens: it failed."""
 
     tokens: list[int]
     first_s: float
@@ -275,7 +275,7 @@ def _engine_options() -> dict[str, Any]:
 
 @dataclass
 class Course:
-    """What was measured in the three lives of a node."""
+    """The figures of the three lives of a node."""
 
     name: str
     opened: int = 0  # bytes that were written before the first prompt
@@ -418,7 +418,7 @@ class LocalDisk:
 
 
 def library_figures(folder: Path, num_chunks: int = 8) -> Iterator[Figure]:
-    """Yield what `LocalDiskBackend` finds after a restart, and what it returns after a flipped byte in each file."""
+    """Yield the chunks that `LocalDiskBackend` finds after a restart, and returns after a flipped byte in each file."""
     disk = LocalDisk(folder, (2, 8, 256, 256))
     chunks = [torch.randn(disk.shape) for _ in range(num_chunks)]
     for number, chunk in enumerate(chunks):

@@ -1,4 +1,4 @@
-"""The figures of a disk tier: copies, what it costs requests, and restarts."""
+"""The figures of a disk tier: copies, the cost to requests, and restarts."""
 
 from __future__ import annotations
 

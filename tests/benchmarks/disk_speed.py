@@ -1,4 +1,4 @@
-"""What a disk tier costs requests that find nothing in it, how long it holds the loop, and how soon it is warm again.
+"""The cost of a disk tier to requests that find nothing in it, its slices of the loop, and the time until it is warm.
 
 The p50 is of cache actors, as users see it; the other figures are of caches in this process, so that the loop's turns
 can be timed. The files lie in the temporary folder.
@@ -173,6 +173,7 @@ async def restart(path: Path, num_pages: int) -> tuple[float, float, float]:
     prompts = prompts_of(num_pages)
     started = time.perf_counter()
     async with LocalPrefixCache(large_config(path, num_pages, "on")) as cache:
+        await cache.stats()  # opens the session and the disk
         hit = asyncio.ensure_future(first_hit(cache, prompts))
         disk, longest_ms = disk_of(cache), 0.0
         with no_collection():
