@@ -79,7 +79,7 @@ def with_disk(config: CacheConfig, path: Path) -> CacheConfig:
 async def lone_misses(path: Path, num_rounds: int, num_requests: int) -> Figure:
     """Time acquires that miss, of an actor with a disk and of one without, in turns, while both evict."""
     plain = config_of(TOKEN_BYTES, None)
-    actors = [start_cache(config) for config in (with_disk(plain, path), plain)]
+    actors = [start_cache(with_disk(plain, path), name="disk-speed"), start_cache(plain)]
 
     async def until_ready(client: PrefixCacheClient) -> None:
         await client.stats()
