@@ -36,8 +36,9 @@ _INT32 = np.dtype("<i4")
 _COMMIT = "\0commit"  # lease id of the tickets that wait for the disk
 _NOT_COMMITTED = (
     "the memory of the cache is clean, but the disk has not confirmed it: a restart before it does may bring the pages "
-    "back for sessions that bind equal fingerprints. The disk goes on trying; a repeated call waits for it again"
+    "back for sessions that bind equal fingerprints. "
 )
+_GOES_ON = "The disk goes on trying; a repeated call waits for it again"
 _WRITES = "writes"  # `Waiter.waits_for` of a request that waits for the end of writes
 
 
@@ -400,15 +401,19 @@ class Admission:
         return True
 
     def wait_for_commit(
-        self, session_id: str, response: Message, deletion: asyncio.Future[None], timeout_s: float
+        self, session_id: str, response: Message, deletion: asyncio.Future[None], timeout_s: float, state: str
     ) -> WaitingResponse:
         """Return a ticket for a response that waits until the disk has committed a retirement.
 
         Args:
             deletion: ends with the commit.
             timeout_s: after this time the ticket ends with CacheUnavailable. The disk goes on trying.
+            state: of the disk.
         """
-        return self.wait_for_disk(session_id, response, deletion, timeout_s, CacheUnavailable(_NOT_COMMITTED))
+        end = _GOES_ON
+        if state.startswith("failed"):
+            end = f"The disk has {state}; mend it, or clear it with `raydix disk clear` before the cache starts again"
+        return self.wait_for_disk(session_id, response, deletion, timeout_s, CacheUnavailable(_NOT_COMMITTED + end))
 
     def wait_for_disk(
         self,

@@ -22,6 +22,7 @@ from raydix.actors import Lease, Loaded, LocalPrefixCache, start_cache
 from raydix.actors.metrics.table import METRICS
 from raydix.actors.report.page import render
 from raydix.actors.tiers import tier_loads
+from raydix.actors.tiers.disk_tier import DiskTier
 from raydix.cache_core.tiers.page_records import PageRecords
 from raydix.schemas import (
     CacheConfig,
@@ -272,6 +273,20 @@ async def test_a_retirement_that_the_disk_does_not_confirm_in_time_says_so(tmp_p
                 await asyncio.sleep(0.002)
         await cache.set_weights("new")
         await cache.reset()
+
+
+async def test_a_retirement_names_a_disk_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = FaultyFileCalls()
+    async with opened(disk_config(tmp_path, load_timeout_s=0.02), calls) as cache:
+        await twice(cache, PROMPT)
+        go_on = calls.stall("DELETE")
+        try:
+            monkeypatch.setattr(DiskTier, "state", "failed: the disk is gone")
+            with pytest.raises(CacheUnavailable, match="The disk has failed: the disk is gone; mend it, or clear it"):
+                await cache.reset()
+        finally:
+            monkeypatch.undo()
+            go_on()
 
 
 async def test_a_request_goes_on_without_a_disk_that_does_not_answer(
