@@ -90,7 +90,7 @@ def disk_facts(config: CacheConfig, name: str) -> dict[str, Any] | None:
     if not config.pool.has_tensors:
         return config.disk_sizes()._asdict() | {"num_bytes": 0, "path": None, "admit": config.disk.admit}
     from raydix.actors.tiers.disk_folder import folder_of
-    from raydix.actors.tiers.disk_tier import disk_bytes, disk_sizes, index_layout
+    from raydix.actors.tiers.disk_layout import disk_bytes, disk_sizes, index_layout
 
     sizes = disk_sizes(config)
     path = folder_of(config.disk.path, name, index_layout(config).digest)

@@ -237,7 +237,7 @@ def _check_disk_size(config: CacheConfig, places: Mapping[Key, str]) -> None:
     if config.disk is None or config.disk.size is None:
         return
     # This imports torch, which takes long.
-    from raydix.actors.tiers.disk_tier import disk_sizes
+    from raydix.actors.tiers.disk_layout import disk_sizes
 
     try:
         disk_sizes(config)

@@ -213,7 +213,8 @@ class CacheService:
         if self.config.disk is None:
             return None
         # This imports xxhash.
-        from raydix.actors.tiers.disk_tier import DiskTier, disk_sizes
+        from raydix.actors.tiers.disk_layout import disk_sizes
+        from raydix.actors.tiers.disk_tier import DiskTier
         from raydix.actors.tiers.disk_writes import Source
 
         assert isinstance(self.core, KVCache), "the configuration refuses other kinds"

@@ -11,11 +11,8 @@ the first tier. A cache without tensors has no files: a prefix is written in the
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import operator
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,23 +24,24 @@ from raydix.actors.tiers.copier import Copied
 from raydix.actors.tiers.disk_deletions import DiskDeletions
 from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S
-from raydix.actors.tiers.disk_index import ROW_BYTES, IndexLayout, index_bytes
+from raydix.actors.tiers.disk_layout import index_layout, record_bytes
 from raydix.actors.tiers.disk_readers import DiskReaders
-from raydix.actors.tiers.disk_store import DiskStore, index_room
+from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Done
 from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWriteCounts, DiskWrites, Source
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.last_day import LastDay
+from raydix.actors.tiers.leaving_rows import LeavingRows, delete_rows
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.record_file import stride_of
 from raydix.actors.tiers.tier_loads import TierLoads
-from raydix.actors.transport.pool_shapes import layout_below, records_below
-from raydix.cache_core import KVCache, KVPool, RadixKey, RecordLayout, RecordPool
+from raydix.actors.transport.pool_shapes import layout_below
+from raydix.cache_core import KVCache, KVPool, RadixKey, RecordPool
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces, Models
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
 from raydix.cache_core.tiers.moves import Finished, MoveCounts, Moves
-from raydix.cache_core.tiers.page_records import KINDS, Kind
+from raydix.cache_core.tiers.page_records import Kind
 from raydix.cache_core.tiers.record_keeper import Numbers, RecordKeeper
 from raydix.cache_core.tiers.row_runs import RowRun, RowRuns
 from raydix.cache_core.tiers.second_use import SecondUse
@@ -58,7 +56,6 @@ logger = logging.getLogger(__name__)
 READY, STALLED, CLOSED = "ready", "stalled", "closed"
 _BUILT_AT_ONCE = 32  # pages that one slice puts into the tree: about 1 ms
 _ROWS_AT_ONCE, _RECORDS_AT_ONCE = 1024, 8192  # read by one task of the writer; the latter take 0.5 ms of the loop
-_DELETED_AT_ONCE = 1024  # rows that one commit deletes
 _EVICTED_AT_ONCE = 256  # records of a kind that one slice evicts: 0.5 ms
 _FREE_SHARE = 0.01  # of the records, kept free
 _RETRY_S = 1.0  # after a commit or a write that failed
@@ -150,7 +147,7 @@ class DiskTier:
             self._first_store = opened
         self._layout = layout_below(config, TierSizes(cache.num_slots, *_sizes_of(cache)))
         self._index_layout = index_layout(config)
-        strides = {kind: stride_of(num_bytes) for kind, num_bytes in _record_bytes(self._layout).items()}
+        strides = {kind: stride_of(num_bytes) for kind, num_bytes in record_bytes(self._layout).items()}
         page_bytes = strides.get("full", 0) + strides.get("swa", 0)
         self.all_moves = [
             Moves(source.tier, self.tier, page_bytes, are_neighbours=source is sources[-1]) for source in sources
@@ -165,13 +162,13 @@ class DiskTier:
         has_reserve = self.config.admit == "all" and not self.is_instant
         self.writes = DiskWrites(sources, self.all_moves, self.keepers, reserve if has_reserve else 0)
         self.writes.on_end = self._after_write
-        self._buffer_bytes = max(BUFFER_BYTES, self.writes.set_sizes(_record_bytes(self._layout)))
+        self._buffer_bytes = max(BUFFER_BYTES, self.writes.set_sizes(record_bytes(self._layout)))
         self.readers = DiskReaders(clock)
         self.loads = TierLoads(
             self.all_moves[0],
             self.config.load_timeout_s,
             self._finish_load,
-            self._after_load,
+            self._after_work,
             self._may_load,
             self._may_prefetch,
             may_stall=True,
@@ -194,9 +191,7 @@ class DiskTier:
         self.deletions = DiskDeletions(self._end_deletion, self._note_error, clock)
         self._deleted: list[int] = []  # spaces that were deleted while rows are read
         self._built: asyncio.Future[None] | None = None
-        # Rows of records that are leaving.
-        self._leaving: deque[tuple[Kind, Numbers]] = deque()
-        self._is_committing = False
+        self._leaving = LeavingRows(self.keepers, self._after_work, self._note_error)
         self._observe()
 
     def _observe(self) -> None:
@@ -386,7 +381,7 @@ class DiskTier:
         """Delete rows that name no record of this disk, such as one beyond its end."""
         try:
             if refused:
-                await self._do(partial(_commit, removed=refused))
+                await self._do(partial(delete_rows, removed=refused))
         except IndexDamaged:
             raise
         except DiskError as error:  # the next start meets them again
@@ -599,7 +594,7 @@ class DiskTier:
         self._is_building = has_more
         self._settle_built()
         has_more |= self._keep_free()
-        self._delete_leaving()
+        self._leaving.delete(self._writer)
         may_begin = self._clock() >= self._paused_until and self.may_begin()
         if may_begin:
             self.writes.begin(self._writer, self._space_of)
@@ -628,7 +623,7 @@ class DiskTier:
         self.wake()
         self._on_change()
 
-    def _after_load(self) -> None:
+    def _after_work(self) -> None:
         self.wake()
         self._on_change()
 
@@ -661,34 +656,6 @@ class DiskTier:
         batch = 1 if kind == "state" else self.all_moves[-1].batch_pages + self.writes.window_pages
         goal = max(int(_FREE_SHARE * keeper.num_records), min(batch, keeper.num_records // 2), 1)
         return (goal - keeper.num_leaving) * step - num_free
-
-    def _delete_leaving(self) -> None:
-        """Delete the rows of records that are leaving: some of them, in one commit."""
-        for kind, keeper in self.keepers.items():
-            if len(numbers := keeper.take_leaving()):
-                self._leaving.append((kind, numbers))
-        if self._is_committing or not self._leaving or self._writer is None:
-            return
-        kind, numbers = self._leaving.popleft()
-        if len(numbers) > _DELETED_AT_ONCE:
-            self._leaving.appendleft((kind, numbers[_DELETED_AT_ONCE:]))
-            numbers = numbers[:_DELETED_AT_ONCE]
-        removed = [(kind, number) for number in numbers.tolist()]
-        self._is_committing = True
-        self._writer.submit(partial(_commit, removed=removed), partial(self._end_deleting_rows, kind, numbers))
-
-    def _end_deleting_rows(self, kind: Kind, numbers: Numbers, done: Done) -> None:
-        self._is_committing = False
-        if done.error is None:
-            self.keepers[kind].rows_deleted(numbers)
-            self.wake()
-            self._on_change()
-            return
-        self.keepers[kind].rows_not_deleted(numbers)
-        self._note_error(done.error)
-        if not self._is_closed and self._loop is not None:
-            logger.warning("rows of the disk's index could not be deleted: %s", done.error)
-            self._loop.call_later(_RETRY_S, self.wake)
 
     # ---------------------------------------------------------------- requests
 
@@ -791,10 +758,9 @@ class DiskTier:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a rule of the records is broken. `check_all` checks the moves. O(n)."""
-        for kind, keeper in self.keepers.items():
+        for keeper in self.keepers.values():
             keeper.check_invariants()
-            waiting = sum(len(numbers) for name, numbers in self._leaving if name == kind)
-            assert waiting <= keeper.num_leaving, f"{waiting} rows of kind {kind} are to be deleted"
+        self._leaving.check_invariants()
         for namespace in self._salts:
             space = self.spaces.current(namespace)
             assert space is None or space.models == self._models_of(namespace), f"{space} is of other models"
@@ -846,51 +812,6 @@ class _Namespaces(_Retirements):
         """Do nothing: the disk's cache is retired, too."""
 
 
-def index_layout(config: CacheConfig) -> IndexLayout:
-    """Return the format of the records of a cache's disk: caches with equal ones can read each other's records."""
-    digest = config.model_copy(update={"pool": records_below(config)}).record_digest()
-    parts = {
-        "records": digest,
-        "page_size": config.page_size,
-        "kind": config.kind,
-        "sliding_window_size": config.sliding_window_size,
-        "bigram": config.bigram,
-        "record_bytes": _record_bytes(layout_below(config, TierSizes(config.page_size, config.page_size, 1))),
-        "codec": "raw",
-        "planes": [],
-    }
-    description = json.dumps(parts)
-    return IndexLayout(hashlib.sha256(description.encode()).hexdigest()[:16], config.page_size, description)
-
-
-def disk_sizes(config: CacheConfig) -> TierSizes:
-    """Return the slots of a cache's disk tier.
-
-    Raises:
-        ValueError: its size in bytes has no room for a record of each kind.
-    """
-    page = config.page_size
-    found = _record_bytes(layout_below(config, TierSizes(page, page, 1)))
-    row = index_bytes(0, page, 1)
-    costs = {kind: stride_of(num_bytes) + row for kind, num_bytes in found.items()}
-    if "full" in costs:
-        costs["full"] += index_bytes(1, page) - ROW_BYTES
-    return config.disk_sizes(*(costs.get(kind, 0) for kind in KINDS))
-
-
-def disk_bytes(config: CacheConfig, sizes: TierSizes) -> int:
-    """Return the bytes that a cache's disk tier of these slots reserves, with its index."""
-    layout = layout_below(config, sizes)
-    records = sum((number - 1) * stride_of(num_bytes) for number, num_bytes in layout.shapes if num_bytes)
-    return records + index_room(layout)
-
-
-def _record_bytes(layout: RecordLayout) -> dict[Kind, int]:
-    """Return the bytes of a record of each kind that there is."""
-    sizes = zip(KINDS, (num_bytes for _, num_bytes in layout.shapes), strict=True)
-    return {kind: num_bytes for kind, num_bytes in sizes if num_bytes}
-
-
 def _sizes_of(cache: KVCache) -> tuple[int, int]:
     """Return the window slots and the states of a cache."""
     swa, states = cache.allocator.swa, cache.pools.states
@@ -935,10 +856,6 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
 
 def _records(store: DiskStore, *, number: int, place: RowPlace) -> tuple[Numbers, Numbers, RowPlace | None]:
     return store.index.records(number, place, _RECORDS_AT_ONCE)
-
-
-def _commit(store: DiskStore, *, removed: list[tuple[Kind, int]]) -> list[IndexRow]:
-    return store.index.commit(removed=removed)
 
 
 def _read_runs(

@@ -6,8 +6,8 @@ import logging
 
 from raydix.actors.tiers.disk_errors import DiskError, FolderInUse
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S
+from raydix.actors.tiers.disk_layout import disk_sizes, index_layout
 from raydix.actors.tiers.disk_store import DiskStore, index_room
-from raydix.actors.tiers.disk_tier import disk_sizes, index_layout
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.transport.pool_shapes import layout_below
 from raydix.schemas import CacheConfig, CacheUnavailable

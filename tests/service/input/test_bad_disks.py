@@ -27,7 +27,8 @@ from raydix.actors.service.findings import Restarts
 from raydix.actors.tiers import disk_store, open_disk
 from raydix.actors.tiers.disk_errors import FolderInUse
 from raydix.actors.tiers.disk_folder import DiskFolder
-from raydix.actors.tiers.disk_tier import DiskTier, index_layout
+from raydix.actors.tiers.disk_layout import index_layout
+from raydix.actors.tiers.disk_tier import DiskTier
 from raydix.schemas import CacheConfig, CacheUnavailable, DiskConfig, PoolConfig
 
 PAGE = 4
