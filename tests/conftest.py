@@ -40,6 +40,8 @@ settings.load_profile("shared machine")
 
 # Small tensors are slower on several threads, and two processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A parent that has read its terminal's size leaves this to its children; tables are as wide as in a pipe without it.
+os.environ.pop("COLUMNS", None)
 # Ray kills workers where the machine's memory is nearly full, also where other programs fill it.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 # Ray runs workers at niceness 15: with two busy programs on two cores, an actor starts in 77 s in place of 3.

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import DiskWriter, Done
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0  # after a commit that failed
 
 IsMeant = Callable[[str | None], bool]  # whether a namespace is retired
 
@@ -107,7 +107,7 @@ class DiskDeletions:
         if done.error is not None:
             if not self._is_closed:
                 logger.warning("a retirement is not on the disk yet, and is tried again: %s", done.error)
-                asyncio.get_running_loop().call_later(_RETRY_S, self.delete)
+                asyncio.get_running_loop().call_later(disk_errors.RETRY_S, self.delete)
             return
         self.waiting = [number for number in self.waiting if number not in numbers]
         self._on_deleted(numbers)

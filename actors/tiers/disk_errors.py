@@ -17,6 +17,8 @@ from raydix.schemas.shown import counted
 _MOST_NAMED = 8
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
+RETRY_S = 1.0  # after work on a disk that failed, until it is tried again
+
 
 class DiskError(Exception):
     """A disk tier could not read or write."""

@@ -20,6 +20,7 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
+from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.copier import Copied
 from raydix.actors.tiers.disk_deletions import DiskDeletions
 from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged
@@ -58,7 +59,6 @@ _BUILT_AT_ONCE = 32  # pages that one slice puts into the tree: about 1 ms
 _ROWS_AT_ONCE, _RECORDS_AT_ONCE = 1024, 8192  # read by one task of the writer; the latter take 0.5 ms of the loop
 _EVICTED_AT_ONCE = 256  # records of a kind that one slice evicts: 0.5 ms
 _FREE_SHARE = 0.01  # of the records, kept free
-_RETRY_S = 1.0  # after a commit or a write that failed
 
 
 @dataclass(slots=True)
@@ -415,7 +415,7 @@ class DiskTier:
                 raise
             except DiskError as error:
                 logger.warning("the disk's index could not be read, and is tried again: %s", error)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(disk_errors.RETRY_S)
 
     # ---------------------------------------------------------------- a damaged index
 
@@ -445,7 +445,7 @@ class DiskTier:
                 if self._state != (state := f"failed: {failure}"):
                     self._state = state
                     logger.warning("the cache serves without its disk: %s; it goes on trying", failure)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(disk_errors.RETRY_S)
         self._state = "reading"
         self.spaces.lose_all()
         self._deleted.clear()
@@ -542,7 +542,7 @@ class DiskTier:
                 added = await self._do(lambda store: store.index.add_space(*named))
             except DiskError as error:
                 logger.warning("the KV of %s is not kept on the disk yet: %s", _named(namespace), error)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(disk_errors.RETRY_S)
                 continue
             space = self.spaces.add(added.number, namespace, models, arity)
             if self._salts.get(namespace) == serial:
@@ -617,7 +617,7 @@ class DiskTier:
     def _after_write(self, error: DiskError | None) -> None:
         if error is not None:
             self._note_error(error)
-            self._paused_until = self._clock() + _RETRY_S
+            self._paused_until = self._clock() + disk_errors.RETRY_S
         self._last_day.add(self.writes.counts.num_bytes - self._noted_bytes)
         self._noted_bytes = self.writes.counts.num_bytes
         self.wake()

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import DiskWriter, Done
 from raydix.cache_core.tiers.index_row import IndexRow
@@ -17,7 +18,6 @@ from raydix.cache_core.tiers.record_keeper import Numbers, RecordKeeper
 logger = logging.getLogger(__name__)
 
 _DELETED_AT_ONCE = 1024  # rows that one commit deletes
-_RETRY_S = 1.0  # after a commit that failed
 
 
 class LeavingRows:
@@ -65,7 +65,7 @@ class LeavingRows:
         self._keepers[kind].rows_not_deleted(numbers)
         logger.warning("rows of the disk's index could not be deleted: %s", done.error)
         self._on_error(done.error)
-        asyncio.get_running_loop().call_later(_RETRY_S, self._on_change)
+        asyncio.get_running_loop().call_later(disk_errors.RETRY_S, self._on_change)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if more rows are to be deleted than records are leaving."""

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +21,7 @@ from support.tiers.tiered_service import tiered_config
 from support.traffic.disk_service import DiskShape, run_disk_traffic
 from support.traffic.radix import TrafficFailed
 
-from raydix.actors.tiers import disk_tier
+from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.record_file import BLOCK
 from raydix.cache_core import RadixKey
 from raydix.schemas import LeaseResponse, SetWeightsRequest, WaitingResponse
@@ -281,9 +281,13 @@ def run_checks() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "_RETRY_S", 0.003)
-    logging.getLogger("raydix").setLevel(logging.CRITICAL)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    logger = logging.getLogger("raydix")
+    level = logger.level
+    monkeypatch.setattr(disk_errors, "RETRY_S", 0.003)
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
 
 
 def test_nothing_is_found_without_a_fault() -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.tiers.disk_rig import PAGE, DiskRig
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_tier
+from raydix.actors.tiers import disk_errors
 
 SHAPES: dict[str, dict[str, Any]] = {
     "pages": {},
@@ -153,7 +153,7 @@ class Traffic:
 async def test_no_lease_reads_wrong_kv_and_no_record_is_lost(
     tmp_path: Path, shape: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "_RETRY_S", 0.005)
+    monkeypatch.setattr(disk_errors, "RETRY_S", 0.005)
     traffic = Traffic(tmp_path, seed, SHAPES[shape])
 
     await traffic.run(400)

@@ -18,7 +18,7 @@ from support.tiers.disk_service import DiskService
 from support.tiers.disk_story import EVERY, PROMPTS, DiskStory
 from support.tiers.tiered_service import tiered_config
 
-from raydix.actors.tiers import disk_tier
+from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.disk_index import INDEX
 from raydix.actors.tiers.record_file import BLOCK
 from raydix.cache_core import RadixKey
@@ -149,7 +149,7 @@ async def test_a_file_system_that_others_fill_costs_writes_alone(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The records are reserved, the log of the index is not."""
-    monkeypatch.setattr(disk_tier, "_RETRY_S", 0.005)
+    monkeypatch.setattr(disk_errors, "RETRY_S", 0.005)
     async with opened_rig(small_disk, disk_pages=40) as rig:
         await rig.twice(PROMPTS[0])
         with suppress(OSError), (small_disk / "of others").open("wb", buffering=0) as file:

@@ -17,7 +17,7 @@ from support.tiers.disk_rig import PAGE, opened_rig, stalled_copies
 from support.tiers.disk_story import EVERY, PROMPTS, DiskStory
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_tier
+from raydix.actors.tiers import disk_errors, disk_tier
 from raydix.actors.tiers.disk_index import INDEX
 
 NONE, ALL = [0] * len(PROMPTS), [len(prompt) for prompt in PROMPTS]
@@ -29,7 +29,8 @@ WRITE_CALLS = ("pwritev", "BEGIN", "INSERT", "COMMIT")
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = {"_RETRY_S": 0.003, "_ROWS_AT_ONCE": 4, "_RECORDS_AT_ONCE": 4, "_BUILT_AT_ONCE": 2}
+    monkeypatch.setattr(disk_errors, "RETRY_S", 0.003)
+    steps = {"_ROWS_AT_ONCE": 4, "_RECORDS_AT_ONCE": 4, "_BUILT_AT_ONCE": 2}
     for name, value in steps.items():
         monkeypatch.setattr(disk_tier, name, value)
 
@@ -234,7 +235,7 @@ async def test_a_ticket_waits_for_its_own_retirement_alone(tmp_path: Path) -> No
 async def test_a_retirement_that_was_refused_is_tried_for_the_last_time_at_the_end(
     tmp_path: Path, is_open: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "_RETRY_S", 60)
+    monkeypatch.setattr(disk_errors, "RETRY_S", 60)
     story = DiskStory(tmp_path, **ROOMY)
     rig = story.rig()
     await rig.ready()

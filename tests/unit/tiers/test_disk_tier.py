@@ -15,7 +15,7 @@ import pytest
 from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_tier, disk_writes, tier_loads
+from raydix.actors.tiers import disk_errors, disk_tier, disk_writes, tier_loads
 from raydix.actors.tiers.disk_writes import DiskWrites
 from raydix.actors.tiers.record_file import BLOCK
 from raydix.cache_core import RadixKey
@@ -492,7 +492,7 @@ async def test_a_retirement_while_a_write_is_in_flight_publishes_nothing(tmp_pat
 async def test_a_retirement_that_the_disk_refuses_is_tried_until_it_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "_RETRY_S", 0.01)
+    monkeypatch.setattr(disk_errors, "RETRY_S", 0.01)
     calls = FaultyFileCalls()
     async with opened_rig(tmp_path, calls=calls) as rig:
         await write_all(rig)
