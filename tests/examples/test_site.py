@@ -196,7 +196,8 @@ def test_the_reference_has_every_field_with_its_meaning(site: Path, model: type[
     assert len(parts) >= 6
     for part in parts:
         for name, field in part.model_fields.items():
-            assert f"raydix.schemas.{part.__name__}.{name}" in anchors
+            owner = next(base for base in part.__mro__ if name in base.__annotations__)
+            assert f"raydix.schemas.{owner.__name__}.{name}" in anchors
             assert not field.description or re.sub(r"\W", "", field.description) in text
 
 

@@ -210,11 +210,12 @@ def the_label_of_the_weights_names_no_model(patch: Patch) -> None:
 @late_disk_fault
 def of_equal_spaces_the_oldest_is_built(patch: Patch) -> None:
     def bind(original: Any, self: DiskSpaces, namespace: Any, models: Any) -> Any:
-        self._spaces = dict(reversed(self._spaces.items()))
+        spaces = self._by_namespace.get(namespace, {})
+        self._by_namespace[namespace] = dict(reversed(spaces.items()))
         try:
             return original(self, namespace, models)
         finally:
-            self._spaces = dict(reversed(self._spaces.items()))
+            self._by_namespace[namespace] = spaces
 
     around(patch, DiskSpaces, "bind", bind)
 

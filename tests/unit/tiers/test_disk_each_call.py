@@ -27,6 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 WRITES = ("pwritev", "preadv", "BEGIN", "INSERT", "DELETE", "COMMIT")
 CALLS = (*WRITES, "SELECT", "PRAGMA", "ROLLBACK")
 NUM_SHORT = 4  # cases of each kind in `make test`
+NUM_SOME = 16  # of each shape, in `make test-more`
 # The disk, its room, and the index: SQLite calls it malformed.
 CODES = pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EUCLEAN], ids=["EIO", "ENOSPC", "malformed"])
 
@@ -118,11 +119,24 @@ def test_a_call_that_fails_leaves_nothing_wrong(tmp_path: Path, code: int) -> No
 
 @pytest.mark.more
 @pytest.mark.parametrize("shape", SHAPES)
+def test_a_kill_at_some_calls_of_each_shape_leaves_nothing_wrong(tmp_path: Path, shape: str) -> None:
+    check_kills(shape, spread(cases(shape), NUM_SOME), tmp_path)
+
+
+@pytest.mark.more
+@CODES
+@pytest.mark.parametrize("shape", SHAPES)
+def test_some_calls_of_each_shape_that_fail_leave_nothing_wrong(tmp_path: Path, shape: str, code: int) -> None:
+    check_failures(shape, spread(cases(shape), NUM_SOME), tmp_path, code)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_kill_at_each_call_leaves_nothing_wrong(tmp_path: Path, shape: str) -> None:
     check_kills(shape, cases(shape), tmp_path)
 
 
-@pytest.mark.more
+@pytest.mark.long
 @CODES
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_call_that_fails_leaves_nothing_wrong(tmp_path: Path, shape: str, code: int) -> None:
