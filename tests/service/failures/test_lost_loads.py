@@ -148,9 +148,11 @@ async def test_a_connection_that_breaks_during_a_load_ends_the_session_and_its_l
         socket = scene.client.session.transport._socket  # type: ignore[attr-defined]
         socket.abort()
 
-        with pytest.raises((LeaseExpired, UnknownLease)):
+        with pytest.raises((LeaseExpired, UnknownLease, CacheUnavailable)):  # the last one: before it had its ticket
             await task
-        assert (await cache.stats()).open_leases == 0
+        async with asyncio.timeout(60):
+            while (await cache.stats()).open_leases:  # noqa: ASYNC110 -- the end of a session has no event
+                await asyncio.sleep(0.005)
         gate.pass_chunks()
         async with scene.client.acquire(PROMPT) as lease:  # in the next session
             assert lease.prefix_len == ALL
