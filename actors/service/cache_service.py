@@ -79,6 +79,7 @@ from raydix.schemas import (
     CacheUnavailable,
     CloseSession,
     ConfigMismatch,
+    DiskTierStats,
     InvalidRequest,
     Message,
     NextEvents,
@@ -528,21 +529,22 @@ class CacheService:
         """Return the report of `raydix report`. O(1): a few ms."""
         return self.insight.report(self.stats())
 
-    def _findings(self) -> tuple[str, ...]:
+    def _findings(self, disk: DiskTierStats | None) -> tuple[str, ...]:
         """Return the faults of the node, and of the disk now."""
-        found = disk_finding(None if self.disk is None else disk_stats(self.disk))
+        found = disk_finding(disk)
         return (*self.findings, found) if found else self.findings
 
     def stats(self) -> CacheStats:
         """Return a snapshot of every count."""
         batch_size = self._batch_size.histogram()
+        disk = None if self.disk is None else disk_stats(self.disk)
         stats = CacheStats(
             epoch=self.epoch,
             uptime_s=self.insight.history.now_s,
             restarts=self._restarts.times,
             last_restart_cause=self._restarts.last_cause,
             restart_causes=dict(self._restarts.causes),
-            findings=self._findings(),
+            findings=self._findings(disk),
             owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
             silent_sessions=self.sessions.num_silent(),
@@ -569,7 +571,7 @@ class CacheService:
             loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
             host=None if self.tiers is None else tier_stats(self.tiers, self.wait_queue.num_loading),
-            disk=None if self.disk is None else disk_stats(self.disk),
+            disk=disk,
             **core_stats(self.core),
         )
         return stats if self.ghost is None else stats.model_copy(update={"ghost": self.ghost.stats(stats.hit_rate)})

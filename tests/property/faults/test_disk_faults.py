@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.faults.faults import Catalogue, Fault, Patch, around
+from support.faults.tier_faults import spaces_of_other_models_are_built
 from support.traffic.disk import DiskShape, DiskTraffic
 from support.traffic.radix import TrafficFailed
 
@@ -103,15 +104,7 @@ def hashes_are_those_of_other_pages(patch: Patch) -> None:
     around(patch, TreeBuilder, "_keep_hashes", keep_hashes)
 
 
-@fault
-def a_space_of_other_models_is_built(patch: Patch) -> None:
-    def bind(original: Any, self: DiskSpaces, namespace: Any, models: Any) -> Any:
-        for space in self:
-            if space.namespace == namespace:
-                space.models = models
-        return original(self, namespace, models)
-
-    around(patch, DiskSpaces, "bind", bind)
+fault(spaces_of_other_models_are_built)
 
 
 @fault
