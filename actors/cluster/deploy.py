@@ -246,7 +246,7 @@ def disk_seconds(caches: Sequence[ActorHandle[Any]]) -> float:
     for answer in asked:
         try:
             disk = cast("PoolHandle", ray.get(answer, timeout=0)).config.disk
-        except Exception:  # It is dead or silent, or of another version, whose answer raises any class here.
+        except Exception:  # It is dead or silent; an answer of another version raises any class here.
             continue
         if disk is not None:
             longest = max(longest, disk.flush_s)

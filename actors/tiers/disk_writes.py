@@ -391,7 +391,7 @@ class DiskWrites:
             self.counts.num_failed += 1
             self.counts.last_error = str(written.error)
             logger.warning("KV could not be written to the disk: %s", written.error)
-        else:  # what was cancelled, or did not fit, is still due
+        else:  # Prefixes that were cancelled, or did not fit, are still due.
             for key, (_, move) in zip(batch.due, batch.moves, strict=False):
                 if (move.stop < len(key) or not is_there) and not move.is_retired:
                     self.offer(key)

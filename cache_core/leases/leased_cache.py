@@ -144,7 +144,7 @@ class LeasedCache(ABC):
             observer.granted(lease, max_prefix_len)
 
     def count_request(self, lease: LeaseRecord, times: int) -> None:
-        """Count a granted request and its prefix; -1 times: it begins again, so neither counts, nor what was loaded."""
+        """Count a granted request and its prefix; -1 times: it begins again, so these and its loads count no more."""
         counters, prefix_len = self.counters, lease.prefix_len
         if lease.resumed:
             counters.num_resumed += times
