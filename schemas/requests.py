@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -11,7 +10,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import InitErrorDetails
 
 from raydix.schemas.fingerprint import LoraId
-from raydix.schemas.message import MAX_COUNT, Count, Message, PydanticMessage, apply_rule
+from raydix.schemas.message import MAX_COUNT, Count, Message, PydanticMessage, apply_rule, quick_message
 from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.tokens import TokenIds
 
@@ -133,7 +132,7 @@ class LockRequest(PydanticMessage):
     load_timeout_s: TimeoutSeconds = Field(default=None, description="seconds for the load; None: as configured")
 
 
-@dataclass(frozen=True, slots=True)
+@quick_message
 class AcquireRequest(Message):
     """Match, lock, and allocate slots for the uncached `tokens` and `new_tokens` more, in one step.
 
@@ -209,7 +208,7 @@ class WaitRequest(PydanticMessage):
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
+@quick_message
 class InsertRequest(Message):
     """Publish the first `num_tokens` tokens of a lease, whole pages of them.
 
@@ -376,7 +375,7 @@ class CheckInvariantsRequest(PydanticMessage):
     """Check every invariant of the cache. Takes time proportional to the size of the whole cache."""
 
 
-@dataclass(frozen=True, slots=True)
+@quick_message
 class Batch(Message):
     """Requests of one session, executed in order; one that fails does not hinder the others.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from raydix.schemas.config import CacheConfig
-from raydix.schemas.message import Answer, PydanticAnswer
+from raydix.schemas.message import Answer, PydanticAnswer, quick_message
 from raydix.schemas.tokens import TokenIds
 
 
@@ -44,7 +44,7 @@ class MatchResponse(PydanticAnswer):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@quick_message
 class LeaseResponse(Answer):
     """A lease is granted.
 
@@ -104,7 +104,7 @@ class ExtendResponse(PydanticAnswer):
     swa_page_starts: bytes = Field(default=b"", repr=False, description="int32: each page in the window pool; 0: gone")
 
 
-@dataclass(frozen=True, slots=True)
+@quick_message
 class InsertResponse(Answer):
     """The outcome of publishing. The first four fields are for the caller, the others for its client.
 
@@ -155,7 +155,7 @@ class Ack(PydanticAnswer):
     """The request took effect."""
 
 
-@dataclass(frozen=True, slots=True)
+@quick_message
 class BatchResponse(Answer):
     """The responses to a batch, one per request and in its order; `CacheError`s stand for failures."""
 

@@ -169,17 +169,23 @@ def test_what_was_unpickled_is_a_whole_message(model: type[Message]) -> None:
     if isinstance(back, BaseModel):
         assert back.model_fields_set == set(model.model_fields)
         assert back.model_extra is None
-    check_frozen(back)
+        check_frozen(back)
 
 
 @every_message
-def test_every_message_is_frozen(model: type[Message]) -> None:
-    check_frozen(filled(model))
+def test_every_message_is_frozen_or_has_slots(model: type[Message]) -> None:
+    message: Any = filled(model)
+
+    if issubclass(model, BaseModel):
+        check_frozen(message)
+    else:  # frozen for type checkers
+        with pytest.raises(AttributeError):
+            message.surprise = 1
 
 
 def check_frozen(message: Message) -> None:
     for field in fields_of(type(message)):
-        with pytest.raises((ValidationError, dataclasses.FrozenInstanceError), match=r"frozen|cannot assign to field"):
+        with pytest.raises(ValidationError, match="frozen"):
             setattr(message, field, getattr(message, field))
 
 
