@@ -148,6 +148,13 @@ def test_wrong_arguments_are_named_where_they_are_given(kwargs: dict[str, Any], 
         _checked_options(kwargs)
 
 
+def test_wrong_arguments_are_named_when_a_deployment_is_described() -> None:
+    from raydix.actors.serve.router import request_router_config
+
+    with pytest.raises(InvalidRequest, match="route: weight: "):
+        request_router_config("chat-*", "m:f", route={"weight": -1})
+
+
 def test_with_wrong_arguments_each_request_fails_with_their_fault(
     routed: Routed, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -256,18 +256,14 @@ class ToyEngine:
         return True
 
     def _admit(self, scheduled: list[tuple[ToyRequest, int]]) -> None:
-        for request in [*self.waiting]:
-            if request.is_loaded:
-                request.is_loaded = False
-            elif request.num_computed == 0:
+        for request in sorted(self.waiting, key=lambda each: not each.is_loaded):  # loaded ones hold blocks
+            if not request.is_loaded:
                 hit = self.scheduler.find_hit(request.request_id, len(request.tokens), 0)
                 if hit is None:
                     continue
-                if hit and not self._fits_beside_loads(request):
-                    break
-                if not self._has_blocks(request, max(hit, 1)):
-                    break
                 if hit:
+                    if not self._fits_beside_loads(request) or not self._has_blocks(request, hit):
+                        break
                     self.scheduler.allocate(request.request_id, hit, request.blocks)
                     request.num_hit = hit
                     self.waiting.remove(request)
@@ -279,7 +275,7 @@ class ToyEngine:
                 break
             self.waiting.remove(request)
             self.running.append(request)
-            request.state = "running"
+            request.state, request.is_loaded = "running", False
             scheduled.append((request, number))
 
     def _fits_beside_loads(self, request: ToyRequest) -> bool:

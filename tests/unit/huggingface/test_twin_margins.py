@@ -23,6 +23,8 @@ NEAREST = ["gemma4_text, shared KV", "olmo_hybrid", "qwen3_next", "nemotron_h, M
 
 CAPABILITIES = ["default", "avx2", "avx512"]
 MKL: list[dict[str, str]] = [{}, {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}]
+IN_MORE = [("default", MKL[0], 1), ("avx2", MKL[1], 2)]
+"""Settings that differ in everything; the others are for `make test-long`."""
 BEST = torch.backends.cpu.get_cpu_capability().lower()
 
 
@@ -56,9 +58,13 @@ def test_float32_is_widened_wherever_a_model_asks_for_it() -> None:
     assert third.float().dtype is torch.float32
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
-    ("capability", "mkl", "threads"), product(CAPABILITIES, MKL, (1, 2)), ids=lambda value: str(value) or "all"
+    ("capability", "mkl", "threads"),
+    [
+        pytest.param(*setting, marks=pytest.mark.more if setting in IN_MORE else pytest.mark.long)
+        for setting in product(CAPABILITIES, MKL, (1, 2))
+    ],
+    ids=str,
 )
 def test_the_quick_models_have_the_same_traits_with_all_instructions_and_threads(
     capability: str, mkl: dict[str, str], threads: int
