@@ -9,7 +9,7 @@ SPREAD := -n 2 --dist loadgroup --no-loadscope-reorder
 # What make test runs, and what make test-more adds. Together they are what CI runs.
 TEST := not long and not more and not prometheus
 MORE := more and not long and not trace and not prometheus
-MORE_MINUTES := 15
+MORE_MINUTES := 20
 # 1: the interpreted core, so that its kernels are measured, too; empty: the compiled one, in a third of the time.
 COVERAGE_PLAIN ?= 1
 WITHOUT_RAY := not ray and not long and not gpu and not prometheus
@@ -76,8 +76,8 @@ demo: $(STAMP)  ## several workers, dozens of conversations, one cache: ends wit
 	$(BIN)/raydix demo $(ARGS)
 
 # Ray's token is made first (older Ray has none), as of two clusters that start at once each would make another.
-test: $(STAMP)  ## the tests for each change, 8 minutes; ends with what did not run here, and the command that runs it
-	$(if $(ARGS),,@echo "make test takes about 8 minutes on two cores")
+test: $(STAMP)  ## the tests for each change, 10 minutes; ends with what did not run here, and the command that runs it
+	$(if $(ARGS),,@echo "make test takes about 10 minutes on two cores")
 	@$(BIN)/ray get-auth-token --generate >/dev/null 2>&1 || true
 	$(BIN)/pytest -m "$(TEST)" $(SPREAD) $(ARGS)
 	$(if $(ARGS),,@echo "Other tests: make test-more ($(MORE_MINUTES) minutes), test-long (hours), test-trace, test-prometheus, test-engines")

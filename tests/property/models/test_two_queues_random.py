@@ -31,6 +31,11 @@ def run(num_operations: int, seeds: int, page_sizes: tuple[int, ...] = PAGE_SIZE
             run_traffic(TwoQueuesTraffic(seed, page_size), num_operations)
 
 
+def test_random_operations_agree_with_the_reference_model() -> None:
+    run(num_operations=800, seeds=1)
+
+
+@pytest.mark.more
 def test_10000_random_operations_agree_with_the_reference_model() -> None:
     run(num_operations=1_700, seeds=2)
 

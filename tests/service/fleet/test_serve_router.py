@@ -155,6 +155,7 @@ def test_wrong_arguments_are_named_when_a_deployment_is_described() -> None:
         request_router_config("chat-*", "m:f", route={"weight": -1})
 
 
+@pytest.mark.more
 def test_with_wrong_arguments_each_request_fails_with_their_fault(
     routed: Routed, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -220,7 +220,7 @@ def of_equal_spaces_the_oldest_is_built(patch: Patch) -> None:
     around(patch, DiskSpaces, "bind", bind)
 
 
-@disk_fault
+@late_disk_fault
 def a_use_counts_twice_for_its_request(patch: Patch) -> None:
     def ended(original: Any, self: UseCounter, lease: Any) -> None:
         if lease.session_id != TIERS:

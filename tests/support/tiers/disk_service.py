@@ -145,6 +145,8 @@ class DiskService(TieredService):
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         await self.turn(3)
+        for copies in self.disk.readers._copies:
+            copies.close()  # ends the thread, which would last until the garbage collector finds the service
         if self.service.tiers is not None:
             self.tiers.close()
 

@@ -28,6 +28,7 @@ IN_MORE = [("default", MKL[0], 1), ("avx2", MKL[1], 2)]
 BEST = torch.backends.cpu.get_cpu_capability().lower()
 
 
+@pytest.mark.more
 def test_the_models_nearest_the_bound_have_the_same_traits_with_the_best_instructions_and_without() -> None:
     plain = margins_in({"ATEN_CPU_CAPABILITY": "default"}, NEAREST)
 

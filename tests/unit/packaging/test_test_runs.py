@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 TESTS = """
 import os
@@ -41,6 +43,7 @@ def test_of_a_serial_port():
 """
 
 
+@pytest.mark.more
 def test_a_cluster_has_one_process_and_what_did_not_run_is_listed_with_its_command(tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "service"
     folder.mkdir(parents=True)
