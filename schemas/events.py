@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args, overload
 
 import numpy as np
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import Field, GetCoreSchemaHandler, model_serializer
 from pydantic_core import CoreSchema, core_schema
 
-from raydix.schemas.message import Answer, PydanticMessage, quick_message
+from raydix.schemas.message import Answer, PydanticMessage
 from raydix.schemas.namespace import unframe_namespace
 from raydix.schemas.requests import DEVICE, LeaseId, TierName
 from raydix.schemas.tokens import TokenIds
@@ -229,7 +229,7 @@ class SlimEvent(NamedTuple):
     hashes: tuple[int, ...]  # int64, of pages at the ends of strides
 
 
-@quick_message
+@dataclass(frozen=True, slots=True)
 class CacheLoad(Answer):
     """The work that a cache has taken on, in tokens.
 
@@ -248,7 +248,7 @@ class CacheLoad(Answer):
     loading_tokens: int = 0
 
 
-@quick_message
+@dataclass(frozen=True, slots=True)
 class SlimEventBatch(Answer):
     """Events in order, without a hole between them; numbered as the events of `KVEventBatch`.
 
@@ -304,7 +304,7 @@ class SlimEventBatch(Answer):
             start = stop
 
 
-@quick_message
+@dataclass(frozen=True, slots=True)
 class SlimEventSnapshot(Answer):
     """Every page after event `seq`. The stream continues after `seq`.
 
@@ -376,7 +376,7 @@ class Blocks(NamedTuple):
     group_of: bytes = b""
 
 
-@quick_message
+@dataclass(frozen=True, slots=True)
 class PackedEvents(Answer):
     """Batches that follow one another, each packed once for all readers. Empty: there is no later event.
 

@@ -19,10 +19,11 @@ Count = Annotated[int, Field(ge=0, strict=True), AfterValidator(lambda count: mi
 
 
 class Message:
-    """A request or a response: immutable, without unknown fields, checked where it is made and where it arrives.
+    """A request or a response: without unknown fields, checked where it is made and where it arrives.
 
     Pickling keeps the values of the fields alone, in order. A request that breaks its rules arrives as `Malformed`.
-    The most frequent messages are dataclasses that `quick_message` makes; the others derive from `PydanticMessage`.
+    The most frequent messages are dataclasses; the others derive from `PydanticMessage`. All are frozen; those that
+    `quick_message` makes, for type checkers alone.
 
     A request's class says how client and cache treat the request.
 

@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 WRITES = ("pwritev", "preadv", "BEGIN", "INSERT", "DELETE", "COMMIT")
 CALLS = (*WRITES, "SELECT", "PRAGMA", "ROLLBACK")
 NUM_SHORT = 4  # cases of each kind in `make test`
-NUM_SOME = 16  # of each shape, in `make test-more`
+NUM_SOME = 16  # cases of each kind and shape in `make test-more`
 # The disk, its room, and the index: SQLite calls it malformed.
 CODES = pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EUCLEAN], ids=["EIO", "ENOSPC", "malformed"])
 
