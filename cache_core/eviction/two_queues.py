@@ -1,8 +1,12 @@
 """`TwoQueues`: the candidates of policy "2q": nodes on probation, and protected nodes.
 
-    new ──> probation ── evicted ──> remembered, by a hash: about 4 times the pool's pages
-                                          │ inserted again
-                 protected <──────────────┘  with all nodes above it
+    new ──> probation ── evicted ──> remembered, by a hash: the last pages, 4 times the pool's
+                                          │ inserted again: forgotten
+                 protected <──────────────┘  with all pages above it
+                     └── evicted ──> not remembered
+
+All new pages of an insert are looked up. The last one that is remembered is protected with all above it; those behind
+it are on probation. A load from a lower tier inserts pages, and so does a write to one.
 
 Each queue is in the order of last use; a hit moves no node from one to the other. While more than half of the pool is
 on probation, the coldest leaf on probation goes next, else the coldest protected leaf. If a queue is empty, the other
@@ -25,7 +29,7 @@ from raydix.cache_core.kernels import PageMemory, TwoRankedQueues
 from raydix.cache_core.tree.hashing import namespace_seed
 from raydix.cache_core.tree.tree_node import Namespace, TreeNode
 
-_MEMORY = 2.8  # pages of one filter, as a multiple of the pool's: two remember 2.8 to 5.6 times the pool
+_MEMORY = 4  # remembered pages, as a multiple of the pool's
 _NUM_GENERATIONS = 1024  # counters of retirements; namespaces share them, so that they stay few
 
 # The first token of a new node, the one behind its last, and whether it has window KV.
@@ -35,7 +39,7 @@ Span = tuple[int, int, bool]
 class TwoQueues(TwoRankedQueues):
     """The candidates for eviction of a tree in two queues, and the memory of the pages evicted from probation.
 
-    `push`, `discard`, `touch`, `pop`, `known_until`, `protect` and `removed` are inherited.
+    `push`, `discard`, `touch`, `pop`, `recall`, `protect` and `removed` are inherited.
 
     Args:
         rank: the order of each queue.
@@ -48,15 +52,15 @@ class TwoQueues(TwoRankedQueues):
     memory: PageMemory
 
     def __init__(self, rank: Callable[[TreeNode], Rank], page_size: int, num_slots: int) -> None:
-        memory = PageMemory(page_size, max(1, int(_MEMORY * num_slots / page_size)))
+        memory = PageMemory(page_size, max(1, _MEMORY * num_slots // page_size))
         super().__init__(EvictionQueue(rank), EvictionQueue(rank), memory, page_size, num_slots)
         self._generations = [0] * _NUM_GENERATIONS
 
-    def cut(self, spans: Sequence[Span], known_until: int) -> list[Span]:
-        """Return the spans of new nodes, cut where their pages stop being remembered."""
+    def cut(self, spans: Sequence[Span], protected_until: int) -> list[Span]:
+        """Return the spans of new nodes, cut behind the last page that is protected."""
         parts = []
         for start, stop, live in spans:
-            edge = min(max(start, known_until), stop)
+            edge = min(max(start, protected_until), stop)
             parts += [part for part in ((start, edge, live), (edge, stop, live)) if part[0] < part[1]]
         return parts
 

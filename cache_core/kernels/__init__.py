@@ -50,7 +50,7 @@ if not COMPILED:  # An import from this folder must find sources alone.
 
 from raydix.cache_core.kernels.packed_slots import expand, is_row, join, pack_slots  # noqa: E402
 from raydix.cache_core.kernels.page_lists import free_pages  # noqa: E402
-from raydix.cache_core.kernels.page_memory import PageMemory  # noqa: E402
+from raydix.cache_core.kernels.page_memory import HashMemory, PageMemory  # noqa: E402
 from raydix.cache_core.kernels.page_table import (  # noqa: E402
     END,
     NOTE,
@@ -87,6 +87,7 @@ __all__ = [
     "CORE",
     "Children",
     "END",
+    "HashMemory",
     "Key",
     "LockAccounting",
     "NOTE",

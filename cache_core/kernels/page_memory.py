@@ -1,4 +1,4 @@
-"""`PageMemory`: the pages that were evicted recently, by a hash of 64 bits, in two Bloom filters in turn.
+"""`PageMemory`: the pages that were evicted last, by a hash of 64 bits, and `HashMemory`, the table of such hashes.
 
 The hash of a page stands for all tokens up to its end: each page's ids times odd numbers are summed and mixed, and the
 results are summed from the root on. Two prefixes have the same hash by chance only; that costs a place in a queue.
@@ -7,6 +7,7 @@ results are summed from the root on. Two prefixes have the same hash by chance o
 from __future__ import annotations
 
 from array import array
+from operator import index
 from typing import Any
 
 import cython
@@ -17,6 +18,10 @@ _PLACE = cython.declare(cython.ulonglong, 0x9E3779B97F4A7C15)
 _MIX = cython.declare(cython.ulonglong, 0xBF58476D1CE4E5B9)
 _HIGH_HALF = cython.declare(cython.ulonglong, 0xD6E8FEB86659FD93)  # odd; spreads the upper half of wide ids
 _FACTOR = 0xD1342543DE82EF95
+_BUCKET = cython.declare(cython.Py_ssize_t, 16)  # cells; loops have the number itself, so that C compilers unroll them
+_FILLED = 12  # used cells of a bucket, in a full memory, on average
+_MARK = cython.declare(cython.ulonglong, 2**32 - 1)
+_MAX_HASHES = 2**31
 
 
 @cython.cfunc
@@ -29,61 +34,212 @@ def _mixed(value: cython.ulonglong) -> cython.ulonglong:
     return value ^ (value >> 32)
 
 
-@cython.cfunc
-def _bits(code: cython.ulonglong) -> cython.ulonglong:
-    """Return the four bits of a page in its word of a filter. Its place among the words depends on other bits."""
-    one: cython.ulonglong = 1
-    return (one << (code & 63)) | (one << (code >> 6 & 63)) | (one << (code >> 12 & 63)) | (one << (code >> 18 & 63))
-
-
+@cython.final
 @cython.cclass
-class PageMemory:
-    """A memory of pages that forgets the oldest: two Bloom filters, one behind the other.
+@cython.boundscheck(False)
+@cython.wraparound(False)
+@cython.initializedcheck(False)
+@cython.nonecheck(False)
+class HashMemory:
+    """The `capacity` hashes that were noted last: each hash once. One more, and the oldest one is forgotten.
 
-    Pages go to the recent filter. Once that holds `capacity` pages, it becomes the older one, and a new one begins. So
-    the last `capacity` pages are remembered, and up to as many before them. At most 1 % of other pages count as
-    remembered by chance.
+    It is a hash table of buckets of 16 cells. A hash may lie in two buckets, and goes to the emptier one (Azar, Broder,
+    Karlin and Upfal, Balanced allocations, SIAM Journal on Computing 29, 1999); it stays in its cell. A cell has 12
+    bytes: 32 bits of the hash, and the cells of the hashes that were noted before and after it. At most about three
+    quarters of the cells are used. So a hash that is not noted counts as noted in one of 100 million cases. If both
+    buckets are full, the hash is not noted, which happened to none of 36 million. Each operation is O(1).
+
+    Attributes:
+        num_hashes: the noted hashes.
+        num_bytes: of the table: at most 16 for each of its `capacity`, if that is 200 or more.
+    """
+
+    num_hashes: int = cython.declare(cython.Py_ssize_t, visibility="readonly")
+    _capacity: cython.Py_ssize_t
+    _num_buckets: cython.ulonglong
+    _end: cython.Py_ssize_t  # the cell behind the last one has no mark; it links the oldest hash and the newest
+    _marks: cython.uint[::1]  # cell -> bits of its hash; 0: the cell is free
+    _links: cython.uint[::1]  # twice the cell -> the cell of the hash noted before; the next number -> noted after
+
+    def __init__(self, capacity: cython.Py_ssize_t) -> None:
+        if not 1 <= capacity <= _MAX_HASHES:
+            raise ValueError(f"capacity must be from 1 to {_MAX_HASHES:,}, not {capacity}")
+        self._capacity = capacity
+        self._num_buckets = max(2, (capacity - 1) // _FILLED, capacity // (_FILLED + 1) + 1)
+        self._end = _BUCKET * self._num_buckets
+        self.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * (len(self._marks) + len(self._links))
+
+    def clear(self) -> None:
+        """Forget all hashes. O(1): the system provides the zeros of the new table as they are used."""
+        self._marks = memoryview(np.zeros(self._end, np.uint32))
+        self._links = memoryview(np.zeros(2 * self._end + 2, np.uint32))
+        self._links[2 * self._end] = self._links[2 * self._end + 1] = self._end
+        self.num_hashes = 0
+
+    def count(self, hashes: cython.const_slonglong[::1], salt: Any, known: cython.uchar[::1]) -> None:
+        """Note hashes, the last one first. A hash that is noted already becomes the newest one.
+
+        Args:
+            hashes: signed, of 64 bits.
+            salt: a whole number, modulo 2**64. A hash under another salt is another hash.
+            known: gets 1 for each hash that was noted before the call; as many zeros as there are hashes.
+        """
+        i: cython.Py_ssize_t
+        offset: cython.ulonglong = index(salt) % 2**64
+        if len(known) != len(hashes):
+            raise ValueError(f"known must have {len(hashes)} places, not {len(known)}")
+        offset = (offset * _PLACE) & _ALL_BITS
+        for i in range(len(hashes)):
+            known[i] = self._cell_of(_mixed((hashes[i] + offset) & _ALL_BITS)) >= 0
+        for i in range(len(hashes) - 1, -1, -1):
+            self._note(_mixed((hashes[i] + offset) & _ALL_BITS))
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def _first_bucket(self, code: cython.ulonglong) -> cython.Py_ssize_t:
+        """Return the first cell of a hash's first bucket."""
+        return _BUCKET * ((code >> 32) * self._num_buckets >> 32)
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def _second_bucket(self, code: cython.ulonglong) -> cython.Py_ssize_t:
+        """Return the first cell of a hash's second bucket, which is another one."""
+        step: cython.ulonglong = 1 + (((code * _MIX) & _MARK) * (self._num_buckets - 1) >> 32)
+        first: cython.Py_ssize_t = self._first_bucket(code) + _BUCKET * step
+        return first if first < self._end else first - self._end
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def _cell_in(self, bucket: cython.Py_ssize_t, mark: cython.uint) -> cython.Py_ssize_t:
+        """Return the cell of a bucket that has a mark, -1 if none has it."""
+        i: cython.Py_ssize_t
+        for i in range(16):
+            if self._marks[bucket + i] == mark:
+                return bucket + i
+        return -1
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def _cell_of(self, code: cython.ulonglong) -> cython.Py_ssize_t:
+        """Return the cell of a hash, -1 if it is not noted."""
+        mark: cython.uint = code & _MARK or 1
+        bucket: cython.Py_ssize_t = self._first_bucket(code)
+        if self._num_cells(bucket, mark):
+            return self._cell_in(bucket, mark)
+        bucket = self._second_bucket(code)
+        return self._cell_in(bucket, mark) if self._num_cells(bucket, mark) else -1
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def _num_cells(self, bucket: cython.Py_ssize_t, mark: cython.uint) -> cython.uint:
+        """Return the number of cells of a bucket that have a mark. Compiled, it compares several cells in a step."""
+        found: cython.uint = 0
+        i: cython.Py_ssize_t
+        for i in range(16):
+            found += self._marks[bucket + i] == mark
+        return found
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def _note(self, code: cython.ulonglong) -> cython.bint:
+        """Make a hash the newest one, and forget the oldest one if there are too many; return whether it is noted."""
+        cell: cython.Py_ssize_t = self._cell_of(code)
+        if cell >= 0:
+            self._unlink(cell)
+        else:
+            if self.num_hashes >= self._capacity:
+                self._remove(self._links[2 * self._end + 1])
+            bucket: cython.Py_ssize_t = self._first_bucket(code)
+            second: cython.Py_ssize_t = self._second_bucket(code)
+            if self._num_cells(second, 0) > self._num_cells(bucket, 0):
+                bucket = second
+            cell = self._cell_in(bucket, 0)
+            if cell < 0:
+                return False
+            self._marks[cell] = code & _MARK or 1
+            self.num_hashes += 1
+        newest: cython.Py_ssize_t = self._links[2 * self._end]
+        self._links[2 * cell] = newest
+        self._links[2 * cell + 1] = self._end
+        self._links[2 * newest + 1] = cell
+        self._links[2 * self._end] = cell
+        return True
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def _forget(self, code: cython.ulonglong) -> cython.bint:
+        """Forget a hash; return whether it was noted."""
+        cell: cython.Py_ssize_t = self._cell_of(code)
+        if cell < 0:
+            return False
+        self._remove(cell)
+        return True
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def _remove(self, cell: cython.Py_ssize_t) -> cython.bint:
+        """Empty a cell."""
+        self._unlink(cell)
+        self._marks[cell] = 0
+        self.num_hashes -= 1
+        return True
+
+    @cython.cfunc
+    @cython.exceptval(check=False)
+    def _unlink(self, cell: cython.Py_ssize_t) -> cython.bint:
+        """Take a cell out of the order."""
+        before: cython.Py_ssize_t = self._links[2 * cell]
+        after: cython.Py_ssize_t = self._links[2 * cell + 1]
+        self._links[2 * before + 1] = after
+        self._links[2 * after] = before
+        return True
+
+
+@cython.final
+@cython.cclass
+@cython.boundscheck(False)
+@cython.wraparound(False)
+@cython.initializedcheck(False)
+@cython.nonecheck(False)
+class PageMemory:
+    """The last `capacity` pages that were remembered and not forgotten since, in a `HashMemory`.
 
     Args:
         page_size: the elements of a page of keys.
-        capacity: the pages of one filter.
-        bits_per_page: of a filter, at least.
+        capacity: pages.
 
     Attributes:
-        num_recent: the pages in the recent filter; 0 if no page is remembered.
+        num_pages: the remembered pages.
+        num_bytes: of the memory: at most 16 for each of its `capacity`, if that is 200 or more.
     """
 
-    num_recent: int = cython.declare(cython.Py_ssize_t, visibility="readonly")
     _page_size: cython.Py_ssize_t
-    _capacity: cython.Py_ssize_t
-    _mask: cython.ulonglong
-    _recent: cython.ulonglong[::1]
-    _older: cython.ulonglong[::1]
+    _hashes: HashMemory
     _factors: cython.ulonglong[::1]  # place in a page -> odd number that its id is multiplied by
     _sums: cython.ulonglong[::1]  # sums up to the end of each page of a run, while they are needed
 
-    def __init__(
-        self, page_size: cython.Py_ssize_t, capacity: cython.Py_ssize_t, bits_per_page: cython.Py_ssize_t = 16
-    ) -> None:
-        if page_size < 1 or capacity < 1 or bits_per_page < 1:
-            raise ValueError(
-                "page_size, capacity and bits_per_page must be at least 1, "
-                f"not {page_size}, {capacity} and {bits_per_page}"
-            )
+    def __init__(self, page_size: cython.Py_ssize_t, capacity: cython.Py_ssize_t) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
         self._page_size = page_size
-        self._capacity = capacity
-        words: cython.Py_ssize_t = 1
-        while 64 * words < bits_per_page * capacity:
-            words *= 2
-        self._mask = words - 1
+        self._hashes = HashMemory(capacity)
         self._factors = self._sums = array("Q")
-        self.clear()
+
+    @property
+    def num_pages(self) -> int:
+        return self._hashes.num_hashes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._hashes.num_bytes
 
     def clear(self) -> None:
         """Forget every page."""
-        self._recent = array("Q", bytes(8 * (self._mask + 1)))
-        self._older = array("Q", bytes(8 * (self._mask + 1)))
-        self.num_recent = 0
+        self._hashes.clear()
 
     def sum_of(
         self,
@@ -120,9 +276,9 @@ class PageMemory:
         place: cython.Py_ssize_t = self._sum_up(data, width, unit, first, seed, total, 0, len(data))
         while place > 0:
             place -= 1
-            self._add(self._sums[place])
+            self._hashes._note(_mixed(self._sums[place]))
 
-    def num_remembered(
+    def recall(
         self,
         data: bytes,
         width: cython.Py_ssize_t,
@@ -133,29 +289,17 @@ class PageMemory:
         start: cython.Py_ssize_t,
         stop: cython.Py_ssize_t,
     ) -> int:
-        """Return how many pages of a run are remembered, up to the first one that is not.
+        """Forget the pages of a run that are remembered; return how many pages there are up to the last of them.
 
         Args:
             data: packed ids; the run is the bytes from `start` to `stop`. The other arguments are those of `sum_of`.
         """
-        page: cython.Py_ssize_t = self._page_size * unit
+        count: cython.Py_ssize_t = self._sum_up(data, width, unit, first, seed, total, start, stop)
         found: cython.Py_ssize_t = 0
-        step: cython.Py_ssize_t = 1  # pages that are hashed together: of most runs, the first one is not remembered
-        count: cython.Py_ssize_t
         place: cython.Py_ssize_t
-        end: cython.Py_ssize_t
-        if page < 1 or not 0 <= start <= stop <= len(data) or (stop - start) % page:
-            raise ValueError(f"a run is whole pages within the ids, not the bytes from {start} to {stop}")
-        while start < stop:
-            end = min(start + step * page, stop)
-            count = self._sum_up(data, width, unit, first + found, seed, total, start, end)
-            for place in range(count):
-                if not self._has(self._sums[place]):
-                    return found
-                found += 1
-            total = self._sums[count - 1]
-            start = end
-            step = min(4 * step, 1024)
+        for place in range(count):
+            if self._hashes._forget(_mixed(self._sums[place])):
+                found = place + 1
         return found
 
     # ---------------------------------------------------------------- hashes
@@ -193,9 +337,6 @@ class PageMemory:
         return count
 
     @cython.cfunc
-    @cython.boundscheck(False)
-    @cython.wraparound(False)
-    @cython.initializedcheck(False)
     def _fill(
         self,
         data: bytes,
@@ -227,30 +368,6 @@ class PageMemory:
                 wide += per_page
             total += _mixed(content)
             self._sums[place] = total
-
-    # ---------------------------------------------------------------- filters
-
-    @cython.cfunc
-    def _has(self, total: cython.ulonglong) -> cython.bint:
-        code: cython.ulonglong = _mixed(total)
-        bits: cython.ulonglong = _bits(code)
-        word: cython.Py_ssize_t = code >> 24 & self._mask
-        return self._recent[word] & bits == bits or self._older[word] & bits == bits
-
-    @cython.cfunc
-    def _add(self, total: cython.ulonglong) -> Any:
-        """Put a page into the recent filter, unless it is there."""
-        code: cython.ulonglong = _mixed(total)
-        bits: cython.ulonglong = _bits(code)
-        word: cython.Py_ssize_t = code >> 24 & self._mask
-        if self._recent[word] & bits == bits:
-            return
-        if self.num_recent >= self._capacity:
-            self._older = self._recent
-            self._recent = array("Q", bytes(8 * (self._mask + 1)))
-            self.num_recent = 0
-        self._recent[word] |= bits
-        self.num_recent += 1
 
 
 def _powers(count: cython.Py_ssize_t) -> Any:

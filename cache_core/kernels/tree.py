@@ -834,7 +834,7 @@ class TwoRankedQueues:
 
     Attributes:
         probation, protected: the queues, both of class `RankedQueue`.
-        memory: the `PageMemory` of the pages that were evicted from probation lately.
+        memory: the `PageMemory` of the pages that were evicted from probation and have not come back.
         page_size: tokens of a page.
         num_slots: of the pool.
         num_protected: the tokens of the protected nodes.
@@ -884,12 +884,15 @@ class TwoRankedQueues:
         node = first.pop()
         return other.pop() if node is None else node
 
-    def known_until(self, parent: Node, key: Key, num_tokens: cython.Py_ssize_t) -> int:
-        """Return the token up to which the pages of a key below `parent` are remembered, one after the other."""
-        if not self.memory.num_recent:
+    def recall(self, parent: Node, key: Key, num_tokens: cython.Py_ssize_t) -> int:
+        """Forget the pages of a key below `parent` that are remembered; return the token at which the last one ends.
+
+        That is the end of `parent` if none is remembered. O(tokens).
+        """
+        if not self.memory.num_pages:
             return parent.end
         unit: cython.Py_ssize_t = key.unit
-        found: cython.Py_ssize_t = self.memory.num_remembered(
+        found: cython.Py_ssize_t = self.memory.recall(
             key.data,
             key.width,
             unit,

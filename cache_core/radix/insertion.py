@@ -127,14 +127,14 @@ def _insert(
         spans: Sequence[tuple[int, int, bool]] = ((end, num_tokens, True),)
         if parts.window is not None:
             spans = parts.window.split_spans(end, num_tokens, fresh_from)
-        known_until = 0
+        protected_until = 0
         if parts.two_queues is not None:
-            known_until = parts.two_queues.known_until(last_node, key, num_tokens)
-            if known_until > end:
-                spans = parts.two_queues.cut(spans, known_until)
+            protected_until = parts.two_queues.recall(last_node, key, num_tokens)
+            if protected_until > end:
+                spans = parts.two_queues.cut(spans, protected_until)
         for start, stop, live in spans:
             row = take(incoming, parts.page_size, start, stop)
-            last_node = _add_leaf(parts, last_node, key, stop, row, priority, live, stop <= known_until)
+            last_node = _add_leaf(parts, last_node, key, stop, row, priority, live, stop <= protected_until)
     if parts.states is not None:
         parts.states.touch(last_node, parts.clock)
     return end, path, last_node

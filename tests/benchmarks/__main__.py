@@ -3,8 +3,8 @@
     python -m benchmarks [group ...] [--quick] [--json FILE] [--plot FILE]
 
 Run it in the tests' folder; `make bench ARGS="core --quick"` runs it from anywhere. Groups: core, service, eviction,
-data-plane, blocks, tiers, scale, fleet, end-to-end, commands; all by default. disk-peers, which needs vLLM, runs only
-if it is named. With RAYDIX_BENCH_GATE set, it fails if a gate is missed in each of three tries.
+policies, data-plane, blocks, tiers, scale, fleet, end-to-end, commands; all by default. disk-peers, which needs vLLM,
+runs only if it is named. With RAYDIX_BENCH_GATE set, it fails if a gate is missed in each of three tries.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ GROUPS = {  # each group, and the module with its `figures`
     "core": "core_figures",
     "service": "service_figures",
     "eviction": "eviction_figures",
+    "policies": "policy_rates",
     "data-plane": "bench_data_plane",
     "blocks": "bench_blocks",
     "tiers": "tier_figures",

@@ -18,7 +18,7 @@ MAX_PER_FLOOR = {"chat": 3.5, "documents": 2.8, "short": 4.0, "traced": 3.5, "pr
 GATES = {"chat": 4.5, "documents": 3.5, "short": 4.5, "traced": 5.0, "pressed": 6.0, "chains": 7.0}
 MAX_PACKINGS = {"traced": 2.0}
 MAX_TAIL = 6.0  # p99 of a match, as a ratio to its median
-MAX_TWO_QUEUES = 1.15
+MAX_TWO_QUEUES = 1.1
 WINDOW, MAX_WINDOWED, MAX_SHORT = (
     1_024,
     5.0,

@@ -2,7 +2,7 @@
 
 RAYDIX_TRACE names the conversation trace; those of agents and tools are looked for in its folder. The shipped service
 replays them on index-only pools, where moves take no time. It evicts and writes the shortfall alone. The simulation's
-memory of uses is endless; that of a disk tier has two Bloom filters.
+memory of uses is endless; a disk tier remembers 4 times the pages of all tiers.
 """
 
 from __future__ import annotations

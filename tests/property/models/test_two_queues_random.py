@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from support.checked.radix_cache import CheckedRadixCache
 from support.faults.faults import around
 from support.faults.split_faults import after_cuts
-from support.reference.two_queues import PairedTwoQueues
+from support.reference import two_queues
+from support.reference.two_queues import CAPACITY, PairedTwoQueues
 from support.traffic.radix import NUM_PAGES, RandomTraffic, TrafficFailed, run_traffic
 
 from raydix.cache_core.eviction.two_queues import TwoQueues
+from raydix.cache_core.kernels import PageMemory
 
 Patch = pytest.MonkeyPatch
 PAGE_SIZES = (1, 4, 16)
@@ -49,15 +51,15 @@ def test_100000_random_operations_agree_with_the_reference_model() -> None:
 
 
 def _every_page_is_known(patch: Patch) -> None:
-    patch.setattr(TwoQueues, "known_until", lambda queues, parent, key, num_tokens: num_tokens)
+    patch.setattr(TwoQueues, "recall", lambda queues, parent, key, num_tokens: num_tokens)
 
 
 def _no_page_is_known(patch: Patch) -> None:
-    patch.setattr(TwoQueues, "known_until", lambda queues, parent, key, num_tokens: parent.end)
+    patch.setattr(TwoQueues, "recall", lambda queues, parent, key, num_tokens: parent.end)
 
 
 def _leaves_are_not_cut(patch: Patch) -> None:
-    patch.setattr(TwoQueues, "cut", lambda queues, spans, known_until: spans)
+    patch.setattr(TwoQueues, "cut", lambda queues, spans, protected_until: spans)
 
 
 def _nodes_above_stay_on_probation(patch: Patch) -> None:
@@ -122,6 +124,99 @@ def _namespaces_share_their_hashes(patch: Patch) -> None:
     patch.setattr(TwoQueues, "_seed_of", lambda queues, namespace: 1)
 
 
+class OtherMemory:
+    """A `PageMemory` with other rules: the pages of a run go to it one by one."""
+
+    def __init__(self, page_size: int, capacity: int) -> None:
+        self._page_size = page_size
+        self._memory = PageMemory(page_size, capacity)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def _pages(self, data: bytes, width: int, unit: int, first: int, seed: int, total: int) -> Iterator[Any]:
+        """Yield the arguments of each page, as `PageMemory.remember` takes them."""
+        size = self._page_size * unit
+        for at in range(0, len(data), size):
+            page = (data[at : at + size], width, unit, first, seed, total)
+            yield page
+            first, total = first + 1, self._memory.sum_of(*page)
+
+    def _recall_page(self, page: Any) -> int:
+        return self._memory.recall(*page, 0, len(page[0]))
+
+    def _recalled(self, data: bytes, *args: Any) -> list[tuple[int, Any]]:
+        """Recall the pages of a run; return the number up to each that was remembered, and its arguments."""
+        *where, start, stop = args
+        pages = enumerate(self._pages(data[start:stop], *where), start=1)
+        return [(number, page) for number, page in pages if self._recall_page(page)]
+
+
+def _other_memory(patch: Patch, memory: Callable[[int, int], Any]) -> None:
+    patch.setattr(two_queues, "PageMemory", memory)
+
+
+def _pages_that_come_back_stay_remembered(patch: Patch) -> None:
+    class Memory(OtherMemory):
+        def recall(self, data: bytes, *args: Any) -> int:
+            found = self._recalled(data, *args)
+            for _, page in reversed(found):
+                self._memory.remember(*page)
+            return max((number for number, _ in found), default=0)
+
+    _other_memory(patch, Memory)
+
+
+def _pages_behind_an_unknown_one_are_not_looked_up(patch: Patch) -> None:
+    class Memory(OtherMemory):
+        def recall(self, data: bytes, *args: Any) -> int:
+            *where, start, stop = args
+            found = 0
+            for page in self._pages(data[start:stop], *where):
+                if not self._recall_page(page):
+                    break
+                found += 1
+            return found
+
+    _other_memory(patch, Memory)
+
+
+def _only_the_first_remembered_page_is_protected(patch: Patch) -> None:
+    class Memory(OtherMemory):
+        def recall(self, data: bytes, *args: Any) -> int:
+            return min((number for number, _ in self._recalled(data, *args)), default=0)
+
+    _other_memory(patch, Memory)
+
+
+def _only_the_last_remembered_page_is_forgotten(patch: Patch) -> None:
+    class Memory(OtherMemory):
+        def recall(self, data: bytes, *args: Any) -> int:
+            found = self._recalled(data, *args)
+            for _, page in reversed(found[:-1]):
+                self._memory.remember(*page)
+            return max((number for number, _ in found), default=0)
+
+    _other_memory(patch, Memory)
+
+
+def _the_first_page_of_a_leaf_is_forgotten_first(patch: Patch) -> None:
+    class Memory(OtherMemory):
+        def remember(self, *run: Any) -> None:
+            for page in self._pages(*run):
+                self._memory.remember(*page)
+
+    _other_memory(patch, Memory)
+
+
+def _a_page_too_few_is_remembered(patch: Patch) -> None:
+    _other_memory(patch, lambda page_size, capacity: PageMemory(page_size, CAPACITY - 1))
+
+
+def _a_page_too_many_is_remembered(patch: Patch) -> None:
+    _other_memory(patch, lambda page_size, capacity: PageMemory(page_size, CAPACITY + 1))
+
+
 FAULTS: dict[str, Callable[[Patch], None]] = {
     plant.__name__.strip("_").replace("_", " "): plant
     for plant in (
@@ -137,6 +232,13 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
         _removed_nodes_are_still_counted,
         _retired_pages_are_remembered,
         _namespaces_share_their_hashes,
+        _pages_that_come_back_stay_remembered,
+        _pages_behind_an_unknown_one_are_not_looked_up,
+        _only_the_first_remembered_page_is_protected,
+        _only_the_last_remembered_page_is_forgotten,
+        _the_first_page_of_a_leaf_is_forgotten_first,
+        _a_page_too_few_is_remembered,
+        _a_page_too_many_is_remembered,
     )
 }
 

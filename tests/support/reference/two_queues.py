@@ -1,7 +1,8 @@
-"""Policy "2q", page by page: two queues and exact sets of remembered pages; and a cache that runs with this model."""
+"""Policy "2q", page by page: two queues and an exact set of remembered pages; and a cache that runs with this model."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from random import Random
 
@@ -12,8 +13,7 @@ from raydix.cache_core import RadixCache
 from raydix.cache_core.eviction.two_queues import TwoQueues
 from raydix.cache_core.kernels import PageMemory
 
-CAPACITY = 40  # pages of one filter, so that pages are forgotten often
-BITS_PER_PAGE = 4096  # no page is remembered by chance
+CAPACITY = 40  # remembered pages, so few that pages are forgotten often
 
 
 class ReferenceTwoQueues(ReferenceRadixCache):
@@ -27,8 +27,7 @@ class ReferenceTwoQueues(ReferenceRadixCache):
         super().__init__(page_size)
         self.protected: set[Place] = set()
         self._num_slots = num_slots
-        self._recent: set[Place] = set()
-        self._older: set[Place] = set()
+        self._remembered: OrderedDict[Place, None] = OrderedDict()  # the page that was evicted first is the first one
 
     def insert(
         self,
@@ -38,17 +37,16 @@ class ReferenceTwoQueues(ReferenceRadixCache):
         prev_prefix_len: int = 0,
         from_handle: Handle = ROOT,
     ) -> Inserted:
-        """Protect the leading new pages that are remembered; a node ends where they end."""
+        """Forget the new pages that are remembered, and protect all up to the last of them; a node ends there."""
         path = self._resident_path(tokens, namespace)
-        known = []
-        for place in self._places(tokens, namespace)[len(path) :]:
-            if place not in self._recent and place not in self._older:
-                break
-            known.append(place)
+        places = self._places(tokens, namespace)
+        known = [place for place in places[len(path) :] if place in self._remembered]
         done = super().insert(tokens, namespace, slots, prev_prefix_len, from_handle)
         if known:
-            self.protected.update(path, known)
+            self.protected.update(places[: places.index(known[-1]) + 1])
             self.pages[known[-1]].ends_node = True
+        for place in known:
+            del self._remembered[place]
         return done
 
     def _rank(self, leaf: Place) -> tuple[int, ...]:
@@ -68,21 +66,20 @@ class ReferenceTwoQueues(ReferenceRadixCache):
         return node
 
     def _remember(self, place: Place) -> None:
-        if place in self._recent:
-            return
-        if len(self._recent) == CAPACITY:
-            self._older, self._recent = self._recent, set()
-        self._recent.add(place)
+        assert place not in self._remembered, "a page that is resident was forgotten as it was inserted"
+        self._remembered[place] = None
+        if len(self._remembered) > CAPACITY:
+            self._remembered.popitem(last=False)
 
     def retire_all(self) -> None:
         """Forget every page, too."""
         super().retire_all()
-        self._recent, self._older = set(), set()
+        self._remembered.clear()
 
     def reset(self) -> list[int]:
         """Forget every page, too."""
         self.protected.clear()
-        self._recent, self._older = set(), set()
+        self._remembered.clear()
         return super().reset()
 
 
@@ -98,7 +95,7 @@ class PairedTwoQueues(CheckedRadixCache):
         self.pool = (PagedLedgerPool if paged_pool else LedgerPool)(num_pages, self.page_size, rng)
         self.cache = RadixCache(self.page_size, None, self.pool, self.told.append, eviction_policy="2q")
         self._queues = two_queues_of(self.cache)
-        self._queues.memory = PageMemory(self.page_size, CAPACITY, BITS_PER_PAGE)
+        self._queues.memory = PageMemory(self.page_size, CAPACITY)
         self.model = self._two_queues = ReferenceTwoQueues(self.page_size, self.pool.num_slots)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Policy "2q", claim by claim: who comes back is protected, who goes first, what is remembered and forgotten."""
+"""Policy "2q", claim by claim: which pages are protected, evicted, remembered and forgotten."""
 
 from __future__ import annotations
 
@@ -53,6 +53,10 @@ def key_of(*pages: int, namespace: str | None = None) -> RadixKey:
     return RadixKey([page for page in pages for _ in range(PAGE)], namespace)
 
 
+def num_remembered(cached: Cached) -> int:
+    return two_queues_of(cached.cache).memory.num_pages
+
+
 def test_a_hit_protects_nothing() -> None:
     cached = Cached()
     cached.insert(1)
@@ -79,7 +83,7 @@ def test_a_page_that_comes_back_is_protected_with_all_above_it() -> None:
     assert protected_pages(cached.cache) == 3
 
 
-def test_a_leaf_is_cut_where_its_pages_stop_being_remembered() -> None:
+def test_a_leaf_is_cut_behind_its_last_remembered_page() -> None:
     cached = Cached()
     cached.insert(1, 2)
     cached.cache.evict(1)
@@ -91,12 +95,71 @@ def test_a_leaf_is_cut_where_its_pages_stop_being_remembered() -> None:
     assert [len(node) for node in cached.cache.parts.tree.nodes()] == [2 * PAGE, 2 * PAGE]
 
 
+def test_a_remembered_page_behind_one_that_is_not_is_protected_with_it() -> None:
+    cached = Cached()
+    cached.insert(1)
+    cached.cache.evict(1)
+    cached.insert(1)
+    cached.insert(1, 2)
+    cached.cache.evict(1)
+    cached.cache.evict(1)
+    assert (cached.has(1), num_remembered(cached)) == (0, 1), "page 2 left probation, then page 1 the protected queue"
+
+    cached.insert(1, 2, 3, 4)
+
+    assert (protected_pages(cached.cache), num_remembered(cached)) == (2, 0)
+    assert [len(node) for node in cached.cache.parts.tree.nodes()] == [2 * PAGE, 2 * PAGE]
+
+
+def test_a_page_that_comes_back_is_forgotten() -> None:
+    cached = Cached()
+    cached.insert(1)
+    cached.cache.evict(1)
+    cached.insert(1)
+    assert (protected_pages(cached.cache), num_remembered(cached)) == (1, 0)
+
+    cached.cache.evict(1)
+    assert cached.has(1) == 0, "evicted from the protected queue"
+    cached.insert(1)
+
+    assert protected_pages(cached.cache) == 0, "on probation"
+    cached.cache.evict(1)
+    cached.insert(1)
+    assert protected_pages(cached.cache) == 1
+
+
+def test_the_last_pages_are_remembered_four_times_as_many_as_the_pool_holds() -> None:
+    cached = Cached()
+    for page in range(100):
+        cached.insert(page)
+        cached.cache.evict(1)
+    assert num_remembered(cached) == 4 * NUM_PAGES
+
+    cached.insert(100 - 4 * NUM_PAGES - 1)
+    assert protected_pages(cached.cache) == 0
+    cached.insert(100 - 4 * NUM_PAGES)
+    assert protected_pages(cached.cache) == 1
+
+
+def test_pages_that_have_come_back_take_no_place_of_others() -> None:
+    cached = Cached()
+    cached.insert(1000)
+    cached.cache.evict(1)
+    for page in range(4 * NUM_PAGES):  # each leaves probation, comes back, and leaves the protected queue
+        for _ in range(2):
+            cached.insert(page)
+            cached.cache.evict(1)
+
+    cached.insert(1000)
+
+    assert protected_pages(cached.cache) == 1
+
+
 def test_the_protected_pages_keep_half_of_the_pool_in_a_scan() -> None:
     cached = Cached()
-    for _ in range(2):
-        for page in range(1, 8):
-            cached.insert(page)
-        cached.cache.evict(NUM_PAGES * PAGE)
+    for page in range(1, 8):
+        cached.insert(page)
+    cached.cache.evict(NUM_PAGES * PAGE)
     for page in range(1, 8):
         cached.insert(page)
     assert protected_pages(cached.cache) == 7
@@ -132,22 +195,6 @@ def test_an_empty_queue_leaves_the_choice_to_the_other_one() -> None:
     assert cached.cache.evict(1).full_evicted == PAGE
 
 
-def test_what_goes_from_the_protected_queue_is_not_remembered_again() -> None:
-    cached = Cached()
-    cached.insert(1)
-    cached.cache.evict(PAGE)
-    two_queues_of(cached.cache).memory.clear()
-    cached.insert(1)
-    assert protected_pages(cached.cache) == 0
-    cached.cache.evict(PAGE)
-    cached.insert(1)
-    assert protected_pages(cached.cache) == 1
-    two_queues_of(cached.cache).memory.clear()
-    cached.cache.evict(PAGE)
-
-    assert two_queues_of(cached.cache).memory.num_recent == 0
-
-
 @pytest.mark.parametrize("forget", ["retire", "retire_all", "reset"])
 def test_pages_of_old_weights_do_not_come_back(forget: str) -> None:
     cached = Cached()
@@ -170,7 +217,7 @@ def test_retired_nodes_are_not_remembered() -> None:
     cached.cache.retire(lambda extra_key: True)
     cached.cache.evict(PAGE)
 
-    assert two_queues_of(cached.cache).memory.num_recent == 0
+    assert num_remembered(cached) == 0
 
 
 def test_a_page_comes_back_in_its_own_namespace_only() -> None:

@@ -48,7 +48,9 @@ KERNEL_CALLS = [
     "page_index().longest_runs(np.array([7, 8]), 1, 0, (), np.array([7, 8]), {})",
     "page_index().holders({})",
     "kernels.PageMemory(2, 4).sum_of(bytes(16), 4, 4, {}, 1, 2)",
-    "kernels.PageMemory(2, 4).num_remembered(bytes(16), 4, 4, 0, 1, 2, {}, 16)",
+    "kernels.PageMemory(2, 4).recall(bytes(16), 4, 4, 0, 1, 2, {}, 16)",
+    "kernels.HashMemory({}).num_bytes",
+    "noted({})",
     "page_index().apply(1, 'e', {}, bytes(2), np.array([1, 1], np.int32), np.array([8, 9]))",
     "page_index().apply_snapshot(1, 'e', {}, np.array([8, 9]))",
 ]
@@ -114,7 +116,14 @@ def two_queues(seed):
         cache.dec_lock_ref(found.last_node)
         hits.append(found.prefix_len)
     queues = cache.parts.two_queues
-    return hits, queues.num_protected, queues.memory.num_recent
+    return hits, queues.num_protected, queues.memory.num_pages
+
+def noted(salt):
+    memory, hashes = kernels.HashMemory(50), np.random.default_rng(1).integers(-70, 70, 200)
+    known = bytearray(200)
+    for part in range(0, 200, 8):
+        memory.count(memoryview(hashes[part:part + 8]), salt, memoryview(known)[part:part + 8])
+    return bytes(known), memory.num_hashes
 
 def adopted(first, page_size):
     cache = RadixCache(page_size)

@@ -1,12 +1,14 @@
-"""`PageMemory`, against its definition: the sums of pages, which pages it remembers, and for how long."""
+"""`PageMemory` and `HashMemory`, against their definitions: sums of pages, and which pages are remembered, how long."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from random import Random
 
+import numpy as np
 import pytest
 
-from raydix.cache_core.kernels import PageMemory
+from raydix.cache_core.kernels import HashMemory, PageMemory
 from raydix.cache_core.tree.radix_key import RadixKey
 
 MASK = 2**64 - 1
@@ -58,61 +60,91 @@ def test_parts_of_a_run_have_the_sum_of_the_whole() -> None:
     assert memory.sum_of(b"", 4, 4, 0, 9, 77) == 77
 
 
-def remembered(memory: PageMemory, ids: list[int], start: int = 0, seed: int = 0) -> int:
-    """The number of leading pages of a prefix that are remembered, of one id each, from an id on."""
+def run_of(ids: list[int], seed: int = 0) -> tuple[bytes, int, int, int, int, int]:
+    """Return the arguments of `remember` for a prefix of pages of one id."""
+    return RadixKey(ids).data, 4, 4, 0, seed, 0
+
+
+def recalled(memory: PageMemory, ids: list[int], start: int = 0, seed: int = 0) -> int:
+    """Recall a prefix of pages of one id, from an id on; return the number of pages up to the last remembered one."""
     data = RadixKey(ids).data
     total = memory.sum_of(data[: 4 * start], 4, 4, 0, seed, 0)
-    return memory.num_remembered(data, 4, 4, start, seed, total, 4 * start, len(data))
+    return memory.recall(data, 4, 4, start, seed, total, 4 * start, len(data))
 
 
-def test_what_is_remembered_ends_at_the_first_other_page() -> None:
+def test_a_recalled_page_is_forgotten() -> None:
+    memory = PageMemory(1, 10)
+    memory.remember(*run_of([1, 2, 3]))
+
+    assert (recalled(memory, [1, 2]), memory.num_pages) == (2, 1)
+    assert recalled(memory, [1, 2]) == 0
+    assert (recalled(memory, [1, 2, 3]), memory.num_pages) == (3, 0)
+
+
+def test_all_pages_of_a_run_are_looked_up() -> None:
+    memory = PageMemory(1, 1_000)
+    for end in (3, 40, 600):
+        memory.remember(*run_of(list(range(1, end))))
+        kept = recalled(memory, list(range(1, end - 1)))
+        assert (kept, memory.num_pages) == (end - 2, 1)  # the last page alone is remembered
+
+        assert recalled(memory, list(range(1, end + 50))) == end - 1
+        assert memory.num_pages == 0
+
+
+def test_a_page_is_remembered_for_its_whole_prefix() -> None:
     memory, ids = PageMemory(1, 1_000), list(range(1, 600))
-    memory.remember(RadixKey(ids).data, 4, 4, 0, 0, 0)
-
-    assert memory.num_recent == 599
-    for place in (0, 1, 4, 5, 21, 300, 598):
-        assert remembered(memory, [*ids[:place], 10**6, *ids[place + 1 :]]) == place
-    assert remembered(memory, [*ids, 9]) == 599
-    assert remembered(memory, ids, start=40) == 559
-    assert remembered(memory, ids, seed=1) == 0
+    for place in (0, 1, 4, 300, 598):
+        memory.remember(*run_of(ids))
+        assert recalled(memory, [*ids[:place], 10**6, *ids[place + 1 :]]) == place
+    memory.remember(*run_of(ids))
+    assert recalled(memory, ids, seed=1) == 0
+    assert recalled(memory, ids, start=40) == 559
+    assert memory.num_pages == 40
 
 
 def test_the_oldest_pages_are_forgotten() -> None:
-    memory = PageMemory(1, 100, bits_per_page=2**16)  # none is remembered by chance
+    memory = PageMemory(1, 100)
     for page in range(400):
-        memory.remember(RadixKey([page]).data, 4, 4, 0, 0, 0)
+        memory.remember(*run_of([page]))
+    assert memory.num_pages == 100
+    assert [recalled(memory, [page]) for page in (0, 299, 350)] == [0, 0, 1]
 
-    known = [page for page in range(400) if remembered(memory, [page])]
+    memory.remember(*run_of([400]))  # in the place of page 350
+    assert recalled(memory, [300]) == 1
+    memory.remember(*run_of([401]))
+    memory.remember(*run_of([402]))
+    assert [recalled(memory, [page]) for page in (301, 302, 402)] == [0, 1, 1]
 
-    assert known == list(range(200, 400))
-    memory.remember(RadixKey([400]).data, 4, 4, 0, 0, 0)
-    assert [remembered(memory, [page]) for page in (299, 300, 400)] == [0, 1, 1]
     memory.clear()
-    assert [remembered(memory, [page]) for page in (300, 400)] == [0, 0]
-    assert memory.num_recent == 0
+    assert [recalled(memory, [page]) for page in (303, 401)] == [0, 0]
+    assert memory.num_pages == 0
+
+
+def test_the_last_page_of_a_run_is_the_oldest() -> None:
+    memory = PageMemory(1, 3)
+
+    memory.remember(*run_of([1, 2, 3, 4, 5]))
+
+    assert recalled(memory, [1, 2, 3, 4, 5]) == 3
 
 
 def test_a_page_that_is_remembered_again_takes_no_more_room() -> None:
     memory = PageMemory(1, 10)
     for _ in range(100):
-        memory.remember(RadixKey([1, 2]).data, 4, 4, 0, 0, 0)
+        memory.remember(*run_of([1, 2]))
 
-    assert memory.num_recent == 2
-
-
-def test_hardly_any_other_page_is_remembered_by_chance() -> None:
-    memory, random = PageMemory(1, 4_000), Random(5)
-    known = RadixKey([random.randrange(2**31) for _ in range(7_999)])
-    memory.remember(known.data, 4, 4, 0, 0, 0)  # both filters are full
-
-    others = sum(remembered(memory, [random.randrange(2**31)]) for _ in range(3_000))
-
-    assert others <= 30
+    assert memory.num_pages == 2
 
 
-@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (1, 1, 0), (-1, 5)])
-def test_sizes_are_at_least_one(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
+@pytest.mark.parametrize("capacity", [200, 201, 1_000, 12_345])
+def test_a_remembered_page_takes_at_most_16_bytes(capacity: int) -> None:
+    assert 15 * capacity < PageMemory(16, capacity).num_bytes <= 16 * capacity
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 5), (1, -1), (1, 2**31 + 1)])
+def test_sizes_are_at_least_one(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
         PageMemory(*sizes)
 
 
@@ -121,5 +153,79 @@ def test_sizes_are_at_least_one(sizes: tuple[int, ...]) -> None:
     [(4, 4, 0, 36), (4, 4, -8, 8), (2, 2, 0, 8), (4, 6, 0, 24), (4, 4, 0, 4), (0, 0, 0, 8)],
 )
 def test_a_run_is_whole_pages_within_the_ids(width: int, unit: int, start: int, stop: int) -> None:
+    memory = PageMemory(2, 10)
+    memory.remember(bytes(32), 4, 4, 0, 0, 0)
+
     with pytest.raises(ValueError, match="a run"):
-        PageMemory(2, 10).num_remembered(bytes(32), width, unit, 0, 0, 0, start, stop)
+        memory.recall(bytes(32), width, unit, 0, 0, 0, start, stop)
+    assert memory.num_pages == 4
+
+
+# ---------------------------------------------------------------- the table
+
+
+def counted(memory: HashMemory, hashes: list[int], salt: int = 0) -> list[int]:
+    """Count hashes; return for each whether it was noted before."""
+    known = bytearray(len(hashes))
+    memory.count(memoryview(np.array(hashes, np.int64)), salt, known)
+    return list(known)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 15, 31, 36, 40, 300])
+def test_random_operations_agree_with_an_exact_set(capacity: int) -> None:
+    random, memory, pages = Random(capacity), HashMemory(capacity), PageMemory(1, capacity)
+    noted: OrderedDict[int, None] = OrderedDict()
+    remembered: OrderedDict[int, None] = OrderedDict()
+    for _ in range(600):
+        hashes = [random.randrange(4 * capacity + 3) for _ in range(random.randrange(4))]
+        assert counted(memory, hashes) == [number in noted for number in hashes]
+        for number in reversed(hashes):
+            note(noted, number, capacity)
+        assert memory.num_hashes == len(noted)
+
+        page = random.randrange(4 * capacity + 3)
+        if random.random() < 0.3:
+            assert recalled(pages, [page]) == (page in remembered)
+            remembered.pop(page, None)
+        else:
+            pages.remember(*run_of([page]))
+            note(remembered, page, capacity)
+        assert pages.num_pages == len(remembered)
+
+
+def note(noted: OrderedDict[int, None], number: int, capacity: int) -> None:
+    noted[number] = None
+    noted.move_to_end(number)
+    if len(noted) > capacity:
+        noted.popitem(last=False)
+
+
+def test_a_full_table_has_all_its_hashes_and_no_other_one() -> None:
+    """An unknown hash counts as known in at most 1 of 10,000 cases; expected is less than 1 of 100 million."""
+    capacity, random = 20_000, np.random.default_rng(4)
+    memory = HashMemory(capacity)
+    for _ in range(6):
+        hashes, known = random.integers(-(2**63), 2**63, capacity), np.zeros(capacity, np.uint8)
+
+        memory.count(memoryview(hashes), 5, memoryview(known))
+        assert np.count_nonzero(known) == 0
+        assert memory.num_hashes == capacity
+
+        memory.count(memoryview(hashes), 5, memoryview(known))
+        assert np.count_nonzero(known) == capacity
+
+
+def test_numbers_of_pages_are_as_good_as_digests() -> None:
+    memory, numbers = HashMemory(5_000), list(range(5_000))
+    counted(memory, numbers)
+
+    assert sum(counted(memory, [*range(10_000, 15_000)])) == 0
+    assert sum(counted(memory, [*range(10_000, 15_000)])) == 5_000
+
+
+def test_each_hash_has_a_place_for_its_result() -> None:
+    memory = HashMemory(4)
+
+    with pytest.raises(ValueError, match="known must have 2 places, not 1"):
+        memory.count(memoryview(np.array([1, 2])), 0, bytearray(1))
+    assert memory.num_hashes == 0
