@@ -394,11 +394,6 @@ class DiskConfig(_Config):
         allow_inf_nan=False,
         description="how long a cache that ends writes the KV that is due, at most",
     )
-    fingerprint: str = Field(
-        default="",
-        max_length=4096,
-        description="names the model of all KV for which no model is bound; empty: such KV is not kept",
-    )
 
     @field_validator("path")
     @classmethod
@@ -538,7 +533,8 @@ with warnings.catch_warnings():
         fingerprint: str = Field(
             default="",
             max_length=4096,
-            description="the only base model that may be bound: `str()` of its ModelFingerprint; empty: any",
+            description="the base model of all sessions, whether they bind it or not: `str()` of its ModelFingerprint, "
+            "or another name; no other may be bound, nor other weights set; empty: any may be",
         )
 
         @model_validator(mode="after")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from raydix.schemas import DiskTierStats, TierStats
 
 _STEP = 64  # requests between two calls of `progress`
-_FINGERPRINT = "replay"  # names the model of all KV, as a disk keeps only KV of a known one
+_FINGERPRINT = "replay"  # names the base of all sessions, as a disk keeps only KV of a known one
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def index_disk(num_slots: int, admit: str = "second_use") -> DiskConfig:
     Raises:
         ValidationError: `admit` is unknown.
     """
-    fields = {"path": "/", "num_slots": num_slots, "admit": admit, "write_mib_s": None, "fingerprint": _FINGERPRINT}
+    fields = {"path": "/", "num_slots": num_slots, "admit": admit, "write_mib_s": None}
     return DiskConfig.model_validate(fields)
 
 
@@ -138,6 +138,7 @@ def index_config(
         host=host,
         disk=disk,
         eviction=eviction,
+        fingerprint=_FINGERPRINT,
     )
 
 

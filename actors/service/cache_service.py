@@ -228,17 +228,18 @@ class CacheService:
         if host is not None:
             sources.append(Source(host.moves.lower, lambda: host.lower_pool))
         disk = DiskTier(
-            self.config, name, sources, cache, self._models_of, self._after_moves, opened=opened, clock=self.clock
+            self.config,
+            name,
+            sources,
+            cache,
+            self.bindings.models_of,
+            self._after_moves,
+            opened=opened,
+            clock=self.clock,
         )
+        self.bindings.disk = cache
         disk.may_begin = lambda: not self.wait_queue.waiting
         return disk
-
-    def _models_of(self, extra_key: str | None) -> tuple[str | None, ...] | None:
-        """Return the models of a namespace for the disk: those that are bound, or the one that `disk` names."""
-        assert self.config.disk is not None
-        if self.bindings.base is None and self.config.disk.fingerprint:
-            return self.config.disk.fingerprint, None, self.bindings.weights.label or ""
-        return self.bindings.models_of(extra_key)
 
     def _on_pressure(self) -> None:
         self.eviction_task.note_pressure()
@@ -549,7 +550,7 @@ class CacheService:
             open_sessions=len(self.sessions),
             silent_sessions=self.sessions.num_silent(),
             bindings=len(self.bindings),
-            model_fingerprint="" if self.bindings.base is None else str(self.bindings.base),
+            model_fingerprint=self.bindings.base_name,
             weights=self.bindings.weights.label,
             waiters=len(self.wait_queue),
             oldest_waiter_s=self.wait_queue.oldest_s,

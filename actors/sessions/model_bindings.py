@@ -6,11 +6,14 @@
     └ retire(lora_id="french") or reset() ──> └ sessions bound to 3 must bind again
 
 The generation of the base has a label, which names its weights: given by `set_weights`, or by the first bind.
-Sessions that have bound nothing are not checked.
+Sessions that have bound nothing are not checked, but a cache with a disk keeps their KV apart: it is matched until the
+first bind of the generation, which retires it, and they publish nothing from then on. So no KV of a model that is not
+known is written to the disk, or met by a session that is bound.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import count
@@ -20,7 +23,9 @@ from raydix.actors.sessions.bound_models import LAPSED, MAX_BINDINGS, BoundModel
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.schemas import ConfigMismatch, ModelFingerprint, namespaces_of, unframe_namespace
-from raydix.schemas.shown import brief
+from raydix.schemas.shown import brief, counted
+
+logger = logging.getLogger(__name__)
 
 
 class _Binding(NamedTuple):
@@ -47,10 +52,11 @@ class ModelBindings:
     Attributes:
         sessions: the bound models of each session that has bound any, by id.
         weights: the label and number of the base's generation.
+        disk: the cache of the disk tier; None: there is no disk.
 
     Args:
         core: the cache.
-        configured: `CacheConfig.fingerprint`.
+        configured: `CacheConfig.fingerprint`: the base of all sessions; empty: each session binds its own.
     """
 
     def __init__(self, core: LeasedCache, configured: str) -> None:
@@ -61,15 +67,18 @@ class ModelBindings:
         self._numbers = count(LAPSED + 1)
         # The least recently used comes first.
         self._bindings: OrderedDict[str | None, _Binding] = OrderedDict()  # lora_id -> binding
+        self.disk: LeasedCache | None = None
+        self._strangers = _Strangers()
+        self._warned: set[str] = set()  # ids of open sessions with an insert that published nothing
 
     def __len__(self) -> int:
         return len(self._bindings)
 
     @property
-    def base(self) -> ModelFingerprint | None:
-        """The base model's fingerprint, if one is bound."""
+    def base_name(self) -> str:
+        """The base model's fingerprint, as text; empty: none is configured or bound."""
         binding = self._bindings.get(None)
-        return None if binding is None else binding.fingerprint
+        return self._configured or ("" if binding is None else str(binding.fingerprint))
 
     # ---------------------------------------------------------------- sessions
 
@@ -85,12 +94,13 @@ class ModelBindings:
         if binding is None:
             generation = next(self._numbers) if lora_id is not None else self._begin_base(fingerprint.weights)
             binding = self._bindings[lora_id] = _Binding(generation, self._with_shared_fields(fingerprint))
+            self._retire_strangers(lora_id)
             self._drop_surplus()
         elif difference := _difference(fingerprint, binding.fingerprint):
             raise ConfigMismatch(
                 f"{_name(lora_id)} is bound to another model in this cache: {difference}. If every worker has the "
-                f"new weights, call {_ending(lora_id)}; else use another cache, another lora_id, or "
-                "TransformersWorker(..., fingerprint=None), which binds nothing"
+                f"new weights, call {_ending(lora_id)}; else use another "
+                f"{'cache' if lora_id is None else 'cache or lora_id'}"
             )
         else:
             self._bindings.move_to_end(lora_id)
@@ -102,15 +112,15 @@ class ModelBindings:
     def models_of(self, extra_key: str | None) -> tuple[str, str | None, str] | None:
         """Return the models that compute the KV of a namespace, and the label of the base's weights; None: not bound.
 
-        The first two are the fingerprints of the base and of the adapter; None without an adapter.
+        The first two are the fingerprints of the base and of the adapter; None without an adapter. A configured base
+        includes its weights, so it has no label.
         """
-        base = self._bindings.get(None)
-        lora_id = None if extra_key is None else unframe_namespace(extra_key)[1]
+        lora_id = _lora_id_of(extra_key)
         adapter = None if lora_id is None else self._bindings.get(lora_id)
-        if base is None or (lora_id is not None and adapter is None):
+        if not self.base_name or (lora_id is not None and adapter is None):
             return None
-        name = None if adapter is None else str(adapter.fingerprint)
-        return str(base.fingerprint), name, self.weights.label or ""
+        name, label = None if adapter is None else str(adapter.fingerprint), self.weights.label or ""
+        return self.base_name, name, "" if self._configured else label
 
     def lapse(self, session_id: str, lora_ids: Iterable[str | None], more: bool) -> None:
         """Require a client that has come back in a new session to bind again each model that it had bound."""
@@ -122,6 +132,54 @@ class ModelBindings:
     def forget(self, session_id: str) -> None:
         """Forget a session that has ended."""
         self.sessions.pop(session_id, None)
+        self._warned.discard(session_id)
+
+    # ---------------------------------------------------------------- published KV
+
+    def may_publish(self, session_id: str, extra_key: str | None) -> bool:
+        """Return whether KV that a session has computed may be published in a namespace, and note that it will be.
+
+        Without a disk it may be. With one, only sessions that have bound the models of the namespace may publish; until
+        these are bound, any session may.
+        """
+        if self.disk is None:
+            return True
+        lora_id = _lora_id_of(extra_key)
+        missing = [part for part in {None, lora_id} if not self._is_bound(session_id, part)]
+        if not missing:
+            return True
+        if self.models_of(extra_key) is None:
+            self._strangers.add(missing)
+            return True
+        if session_id not in self._warned:
+            self._warned.add(session_id)
+            logger.warning(
+                "nothing that session %s inserts is published where it has not bound the models that other sessions "
+                "have bound: it must call %s",
+                session_id,
+                " and ".join(map(_binding, missing)),
+            )
+        return False
+
+    def _is_bound(self, session_id: str, lora_id: str | None) -> bool:
+        """Return whether a session is bound to the present generation of a `lora_id`, or of the base."""
+        if lora_id is None and self._configured:
+            return True
+        bound, binding = self.sessions.get(session_id), self._bindings.get(lora_id)
+        return bound is not None and binding is not None and bound.generations.get(lora_id) == binding.generation
+
+    def _retire_strangers(self, lora_id: str | None) -> None:
+        """Retire the KV that sessions have published without binding a model that is now bound for the first time.
+
+        The disk has none of it, but may have KV of the bound model.
+        """
+        if not self._strangers.remove(lora_id):
+            return
+        is_meant = (lambda _: True) if lora_id is None else namespaces_of(None, lora_id, None)
+        self._outdate(is_meant)
+        num_namespaces = self._core.retire(is_meant, self.disk)
+        about = counted(num_namespaces, "namespace")
+        logger.info("%s is bound: the KV that other sessions had published in %s is retired", _name(lora_id), about)
 
     # ---------------------------------------------------------------- checks
 
@@ -132,7 +190,7 @@ class ModelBindings:
             ConfigMismatch: the session has to bind again first.
         """
         bound = self.sessions[session_id]
-        lora_id = None if extra_key is None else unframe_namespace(extra_key)[1]
+        lora_id = _lora_id_of(extra_key)
         behind = []
         for adapter in (lora_id, None) if lora_id is not None else (None,):
             generation, binding = bound.generations.get(adapter), self._bindings.get(adapter)
@@ -172,11 +230,13 @@ class ModelBindings:
     def end_generation(self, lora_id: str) -> None:
         """Begin the next generation of a `lora_id`, without a fingerprint. The caller retires its pages."""
         self._bindings.pop(lora_id, None)
+        self._strangers.remove(lora_id)
         self._outdate(namespaces_of(None, lora_id, None))
 
     def end_all(self) -> None:
         """Begin the next generation of every `lora_id` and of the base, without a label. The caller resets the core."""
         self._bindings.clear()
+        self._strangers = _Strangers()
         self.weights = _UNNAMED
         self._outdate(lambda _: True)
 
@@ -231,6 +291,39 @@ class ModelBindings:
             if fields == fingerprint.fields:
                 return fingerprint.model_copy(update={"fields": fields})
         return fingerprint
+
+
+class _Strangers:
+    """The models whose namespaces have KV of sessions that have not bound them: `lora_id`s, and None for the base.
+
+    At most `MAX_BINDINGS` are noted; one more, and every `lora_id` counts as one of them.
+    """
+
+    __slots__ = ("_are_all", "_noted")
+
+    def __init__(self) -> None:
+        self._noted: set[str | None] = set()
+        self._are_all = False
+
+    def add(self, lora_ids: Iterable[str | None]) -> None:
+        """Note some."""
+        self._noted.update(lora_ids)
+        if len(self._noted) > MAX_BINDINGS:
+            self._noted &= {None}
+            self._are_all = True
+
+    def remove(self, lora_id: str | None) -> bool:
+        """Return whether it is one of them; its KV is being retired, so it is none from now on."""
+        is_noted = lora_id in self._noted or (self._are_all and lora_id is not None)
+        if is_noted and lora_id is None:  # All namespaces are retired.
+            self._noted.clear()
+            self._are_all = False
+        self._noted.discard(lora_id)
+        return is_noted
+
+
+def _lora_id_of(extra_key: str | None) -> str | None:
+    return None if extra_key is None else unframe_namespace(extra_key)[1]
 
 
 def _name(lora_id: str | None) -> str:

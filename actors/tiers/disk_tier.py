@@ -523,8 +523,8 @@ class DiskTier:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "no KV of %s is kept on the disk, as no model is bound to it: bind_model, or name it with "
-                'DiskConfig(fingerprint="...")',
+                "no KV of %s is kept on the disk, as no model is bound to it: bind_model, or name the base of all "
+                'sessions with CacheConfig(fingerprint="...")',
                 _named(namespace),
             )
 

@@ -393,17 +393,20 @@ class LeasedCache(ABC):
             if self.below is not None:
                 self.below.reset()
 
-    def retire(self, is_meant: Callable[[str | None], bool]) -> int:
+    def retire(self, is_meant: Callable[[str | None], bool], above: LeasedCache | None = None) -> int:
         """Do `reset` for each namespace if `is_meant(extra_key)` returns True; return their number in this tier.
 
         O(namespaces and leases). Frees a bounded number of unlocked pages; `reclaim` frees all others.
+
+        Args:
+            above: the cache of a tier below this one, which is left alone, as are those below it; None: none is.
         """
         try:
             self._retire_leases(is_meant)
             return self._retire(is_meant)
         finally:  # the pool may raise while retired pages are freed
-            if self.below is not None:
-                self.below.retire(is_meant)
+            if self.below is not None and self.below is not above:
+                self.below.retire(is_meant, above)
 
     def _retire_leases(self, is_meant: Callable[[str | None], bool]) -> None:
         for lease in (*self.leases, *self.quarantine):

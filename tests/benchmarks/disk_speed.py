@@ -69,8 +69,8 @@ def folder() -> Iterator[Path]:
 def with_disk(config: CacheConfig, path: Path) -> CacheConfig:
     """Return the configuration with a disk of four times the pool, written at the first use and without a limit."""
     num_slots = 4 * NUM_PROMPTS * PROMPT_LEN
-    disk = DiskConfig(path=str(path), num_slots=num_slots, admit="all", write_mib_s=None, fingerprint="m")
-    return config.model_copy(update={"disk": disk})
+    disk = DiskConfig(path=str(path), num_slots=num_slots, admit="all", write_mib_s=None)
+    return config.model_copy(update={"disk": disk, "fingerprint": "m"})
 
 
 # ---------------------------------------------------------------- misses

@@ -24,7 +24,7 @@ from support.traffic.radix import TrafficFailed
 from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.record_file import BLOCK
 from raydix.cache_core import RadixKey
-from raydix.schemas import LeaseResponse, SetWeightsRequest, WaitingResponse
+from raydix.schemas import InsertRequest, LeaseResponse, ResetRequest, SetWeightsRequest, TokenIds, WaitingResponse
 
 SHAPES = [
     DiskShape(1, device_pages=16, host_pages=0, disk_pages=32),
@@ -171,10 +171,9 @@ async def check_equal_spaces(path: Path) -> None:
 async def a_service(path: Path, **options: Any) -> DiskService:
     """A service with a prompt on its disk."""
     disk: dict[str, Any] = {"path": str(path), "num_slots": 32, "load_timeout_s": 60}
-    disk |= {name: options.pop(name) for name in ("load_timeout_s", "fingerprint") if name in options}
+    disk |= {name: options.pop(name) for name in ("load_timeout_s",) if name in options}
     cache = DiskService(tiered_config(device_pages=24, disk=disk, **{"host_pages": 0} | options))
-    if "fingerprint" not in disk:
-        cache.bind("0")
+    cache.bind("0")
     await cache.settle()
     return cache
 
@@ -193,17 +192,18 @@ async def check_weights(path: Path) -> None:
     await cache.kill()
 
 
-async def check_label(path: Path) -> None:
-    """KV of weights that `set_weights` has named is not found under no name."""
-    cache = await a_service(path, fingerprint="m")
-    await cache.answer(cache.ask(SetWeightsRequest(label="1")))
-    await cache.put_on_disk([1] * 8)
-    assert await cache.find([1] * 8) == 8
-    await cache.kill()
-    cache = DiskService(cache.service.config)
-    for _ in range(2):
-        await cache.settle()
-        assert await cache.find([1] * 8) == 0
+async def check_strangers(path: Path) -> None:
+    """No bound session finds KV of sessions that have not bound the model."""
+    cache = await a_service(path)
+    for session_id, tokens in (("before", [1] * 8), ("after", [2] * 8)):
+        cache.open(session_id)
+        if session_id == "before":
+            await cache.answer(cache.ask(ResetRequest()))
+        lease = cache.acquire(tokens, session_id=session_id)
+        insert = InsertRequest(lease.lease_id, 8, TokenIds.pack([]), release=True)
+        assert cache.ask(insert, session_id).retired == (session_id == "after")
+        cache.bind("0")
+        assert await cache.find(tokens) == 0
     await cache.kill()
 
 
@@ -267,7 +267,7 @@ CHECKS: list[Callable[[Path], Awaitable[None]]] = [
     check_cancelled,
     check_equal_spaces,
     check_weights,
-    check_label,
+    check_strangers,
     check_tiers,
     check_retired_load,
     check_late_load,

@@ -76,8 +76,14 @@ class TierTraffic:
 
     def __init__(self, kind: str, events: str, seed: int) -> None:
         self.rng = Random(f"{kind}/{events}/{seed}")
-        disk = {"path": "/nowhere", "num_slots": 60 * PAGE, "fingerprint": "m"}
-        fields = {"page_size": PAGE, "events": events, "host": {"num_slots": 40 * PAGE}, "disk": disk}
+        disk = {"path": "/nowhere", "num_slots": 60 * PAGE}
+        fields = {
+            "page_size": PAGE,
+            "events": events,
+            "host": {"num_slots": 40 * PAGE},
+            "disk": disk,
+            "fingerprint": "m",
+        }
         stride = {"events_stride_tokens": PAGE} if events == "slim" else {}
         self.service = CacheService(CacheConfig.model_validate(fields | stride | POOLS[kind]), "e")
         for name in ("worker", "reader"):

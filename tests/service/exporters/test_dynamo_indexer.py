@@ -185,7 +185,8 @@ async def test_it_counts_the_group_of_the_full_kv_alone(indexer: Indexer) -> Non
 async def test_it_finds_in_each_tier_what_a_match_finds_there(indexer: Indexer) -> None:
     tiers = {
         "host": HostConfig(num_slots=32 * PAGE),
-        "disk": DiskConfig(path="/nowhere", num_slots=64 * PAGE, fingerprint="m"),
+        "disk": DiskConfig(path="/nowhere", num_slots=64 * PAGE),
+        "fingerprint": "m",
     }
     config = full(8, eviction=EvictionConfig(high_watermark=1.0), **tiers)
     random, model, num_deeper, num_on_disk = Random(7), "model-tiers", 0, 0

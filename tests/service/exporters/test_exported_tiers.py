@@ -32,8 +32,13 @@ NUM_PAGES = 8
 
 def tiered(**fields: Any) -> CacheConfig:
     """Return the configuration of a small cache without tensors, with a host tier and a disk."""
-    disk = DiskConfig(path="/nowhere", num_slots=30 * PAGE, fingerprint="m")
-    given = {"eviction": EvictionConfig(high_watermark=1.0), "host": HostConfig(num_slots=20 * PAGE), "disk": disk}
+    disk = DiskConfig(path="/nowhere", num_slots=30 * PAGE)
+    given = {
+        "eviction": EvictionConfig(high_watermark=1.0),
+        "host": HostConfig(num_slots=20 * PAGE),
+        "disk": disk,
+        "fingerprint": "m",
+    }
     return full(NUM_PAGES, **given | fields)
 
 

@@ -88,8 +88,10 @@ async def test_the_share_of_a_loaded_token_decides(share: float, winner: str) ->
 
 
 async def test_a_router_reads_the_events_of_pools_and_host_tiers_and_none_of_disks() -> None:
-    disk = DiskConfig(path="/nowhere", num_slots=16_384, fingerprint="m")
-    async with local_fleet({"a": slim(disk=disk), "b": slim(host=HOST, disk=disk)}) as (fleet, caches):
+    disk = DiskConfig(path="/nowhere", num_slots=16_384)
+    async with local_fleet(
+        {"a": slim(disk=disk, fingerprint="m"), "b": slim(host=HOST, disk=disk, fingerprint="m")}
+    ) as (fleet, caches):
         for cache in (*caches.values(), *caches.values()):
             await publish(cache, prompt(1, 4))
         assert [(await cache.match(prompt(1, 4))).disk_len for cache in caches.values()] == [4 * STRIDE] * 2

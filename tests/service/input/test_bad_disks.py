@@ -36,15 +36,16 @@ PROMPT = list(range(1, 8 * PAGE + 1))
 BLOCK = 4096  # bytes that a record takes
 
 
-def config_of(path: Path | str, head_dim: int = 2, **disk: Any) -> CacheConfig:
+def config_of(path: Path | str, head_dim: int = 2, fingerprint: str = "m", **disk: Any) -> CacheConfig:
     """A pool of 64 slots above a disk."""
-    fields = {"num_slots": 256, "direct_io": "off", "write_mib_s": None, "load_timeout_s": 60, "fingerprint": "m"}
+    fields = {"num_slots": 256, "direct_io": "off", "write_mib_s": None, "load_timeout_s": 60}
     if "size" in disk:
         del fields["num_slots"]
     return CacheConfig(
         page_size=PAGE,
         pool=PoolConfig(num_slots=64, num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype="float32", device="cpu"),
         disk=DiskConfig(path=str(path), **fields | disk),
+        fingerprint=fingerprint,
         validate=True,
     )
 
@@ -411,7 +412,7 @@ async def test_the_first_lease_without_a_model_warns_once_that_nothing_is_kept(
         (record,) = [record for record in caplog.records if "is kept on the disk" in record.message]
         assert record.message == (
             "no KV of the namespace with extra_key='tenant', a cache_salt is kept on the disk, as no model is bound to "
-            'it: bind_model, or name it with DiskConfig(fingerprint="...")'
+            'it: bind_model, or name the base of all sessions with CacheConfig(fingerprint="...")'
         )
         assert "secret" not in caplog.text
         assert tier_of(cache).tier.cache.total_size() == 0

@@ -43,10 +43,12 @@ PROMPT = list(range(1, 8 * PAGE + 1))
 ALL = len(PROMPT)
 
 
-def disk_config(path: Path, host: bool = False, num_slots: int = 64, **disk: Any) -> CacheConfig:
+def disk_config(
+    path: Path, host: bool = False, num_slots: int = 64, fingerprint: str = "m", **disk: Any
+) -> CacheConfig:
     """A small pool with tensors, perhaps a host tier, and a disk."""
     pool = PoolConfig(num_slots=num_slots, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu")
-    fields = {"num_slots": 1024, "direct_io": "off", "write_mib_s": None, "load_timeout_s": 60, "fingerprint": "m"}
+    fields = {"num_slots": 1024, "direct_io": "off", "write_mib_s": None, "load_timeout_s": 60}
     return CacheConfig(
         page_size=PAGE,
         pool=pool,
@@ -55,6 +57,7 @@ def disk_config(path: Path, host: bool = False, num_slots: int = 64, **disk: Any
         eviction=EvictionConfig(high_watermark=0.99, low_watermark=0.98),
         leases=LeaseConfig(acquire_timeout_s=60),
         validate=True,
+        fingerprint=fingerprint,
     )
 
 
@@ -260,7 +263,8 @@ async def test_a_retirement_is_answered_when_the_disk_has_committed_it(tmp_path:
 
 async def test_a_retirement_that_the_disk_does_not_confirm_in_time_says_so(tmp_path: Path) -> None:
     calls = FaultyFileCalls()
-    async with opened(disk_config(tmp_path, load_timeout_s=0.05), calls) as cache:
+    async with opened(disk_config(tmp_path, fingerprint="", load_timeout_s=0.05), calls) as cache:
+        await cache.bind_model(ModelFingerprint(weights="old", fields={"name": "model"}))
         await twice(cache, PROMPT)
         go_on = calls.stall("DELETE")
         with pytest.raises(CacheUnavailable, match="the disk has not confirmed"):

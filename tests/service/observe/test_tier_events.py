@@ -205,8 +205,8 @@ def test_the_readers_of_both_tiers_follow_the_cache_to_another_loop() -> None:
 @pytest.fixture
 async def with_disk() -> AsyncIterator[LocalPrefixCache]:
     """A cache with all tiers; its disk has 20 prompts of two pages."""
-    disk = DiskConfig(path="/nowhere", num_slots=64 * PAGE, fingerprint="m")
-    async with LocalPrefixCache(tiered(disk=disk)) as cache:
+    disk = DiskConfig(path="/nowhere", num_slots=64 * PAGE)
+    async with LocalPrefixCache(tiered(disk=disk, fingerprint="m")) as cache:
         for page in (*range(100, 120), *range(100, 120)):
             await publish(cache, page, page)
         yield cache

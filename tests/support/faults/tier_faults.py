@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from support.faults.faults import Catalogue, Patch, around
 
-from raydix.actors.service.cache_service import CacheService
+from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.tiers import disk_store
 from raydix.actors.tiers.disk_deletions import DiskDeletions
 from raydix.actors.tiers.disk_errors import DiskError
@@ -199,12 +199,13 @@ def spaces_of_other_models_are_built(patch: Patch) -> None:
 
 
 @late_disk_fault
-def the_label_of_the_weights_names_no_model(patch: Patch) -> None:
-    def models_of(original: Any, self: CacheService, extra_key: str | None) -> Any:
-        models = original(self, extra_key)
-        return None if models is None else (*models[:2], "")
+def sessions_that_are_not_bound_publish(patch: Patch) -> None:
+    around(patch, ModelBindings, "may_publish", lambda original, self, session_id, extra_key: True)
 
-    around(patch, CacheService, "_models_of", models_of)
+
+@late_disk_fault
+def a_first_bind_retires_nothing(patch: Patch) -> None:
+    around(patch, ModelBindings, "_retire_strangers", lambda original, self, lora_id: None)
 
 
 @late_disk_fault

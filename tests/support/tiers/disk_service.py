@@ -111,10 +111,10 @@ class DiskService(TieredService):
 
     # ---------------------------------------------------------------- requests
 
-    def bind(self, label: str) -> None:
+    def bind(self, label: str, session_id: str = "s") -> None:
         """Bind the model, with weights of that label. The answer may wait for the pages that the disk has."""
         fingerprint = ModelFingerprint(weights=label, fields={"name": "model"})
-        answer = self.ask(BindModelRequest(lora_id=None, fingerprint=fingerprint))
+        answer = self.ask(BindModelRequest(lora_id=None, fingerprint=fingerprint), session_id)
         assert isinstance(answer, BindModelResponse | WaitingResponse), answer
 
     async def put_on_disk(self, tokens: Sequence[int]) -> None:

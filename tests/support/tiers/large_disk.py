@@ -33,9 +33,9 @@ Prompt = NDArray[np.uint32]
 def config_of(path: Path, num_pages: int, direct_io: str = "off") -> CacheConfig:
     """A pool of small records, half of which stay free, above a disk with a few to spare."""
     num_slots = (num_pages + num_pages // 16 + 1024) * PAGE
-    disk = {"path": str(path), "num_slots": num_slots, "direct_io": direct_io, "fingerprint": "m", "load_timeout_s": 60}
+    disk = {"path": str(path), "num_slots": num_slots, "direct_io": direct_io, "load_timeout_s": 60}
     pool = PoolConfig(num_slots=2 * num_slots, format="opaque", slot_bytes=SLOT_BYTES, device="cpu")
-    return CacheConfig(page_size=PAGE, pool=pool, disk=DiskConfig.model_validate(disk))
+    return CacheConfig(page_size=PAGE, pool=pool, disk=DiskConfig.model_validate(disk), fingerprint="m")
 
 
 def prompts_of(num_pages: int) -> list[Prompt]:

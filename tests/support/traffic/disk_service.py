@@ -1,7 +1,8 @@
 """Random requests to a whole `CacheService` with a disk, also below a host tier, with faults, kills and restarts.
 
-Every slot that a lease reads must have the stamp of its token, of the namespace and of the weights, whatever was killed
-before. A retirement that the disk has not confirmed before a kill is repeated, unless other weights are bound then.
+Every slot that a lease of a bound session reads must have the stamp of its token, of the namespace and of the weights,
+whatever was killed before. Some sessions never bind, and compute other stamps. A retirement that the disk has not
+confirmed before a kill is repeated, unless other weights are bound then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from support.tiers.disk_service import DiskService
 from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.tiered_service import tiered_config
-from support.traffic.tiered_service import NAMESPACES, ServiceTraffic, Shape
+from support.traffic.tiered_service import NAMESPACES, Request, ServiceTraffic, Shape
 
 from raydix.actors.tiers.record_file import BLOCK
 from raydix.schemas import (
@@ -25,6 +26,7 @@ from raydix.schemas import (
     CacheConfig,
     CacheError,
     CacheUnavailable,
+    ConfigMismatch,
     InsertRequest,
     Message,
     ResetRequest,
@@ -68,6 +70,7 @@ class DiskShape(Shape):
 class DiskServiceTraffic(ServiceTraffic):
     """Random operations on services that follow each other on one disk."""
 
+    REFUSALS = (*ServiceTraffic.REFUSALS, ConfigMismatch)
     cache: DiskService
     shape: DiskShape
 
@@ -79,6 +82,7 @@ class DiskServiceTraffic(ServiceTraffic):
         self.is_confirmed = True  # whether the disk has committed all retirements under the present label
         self.has_damage = seed % 2 == 0  # else no record may be found to be wrong
         self.tickets: list[WaitingResponse] = []  # of retirements
+        self.strangers: set[str] = set()  # sessions that never bind
 
     # ---------------------------------------------------------------- lives
 
@@ -127,9 +131,24 @@ class DiskServiceTraffic(ServiceTraffic):
                 self.requests.pop(request.lease_id)
 
     def bind(self) -> None:
-        """A client binds the model, with the weights as they are."""
-        self.cache.bind(self.label)
+        """The clients that have a model bind it, with the weights as they are."""
+        for session_id in ("s", *self.sessions):
+            if session_id not in self.strangers:
+                self.cache.bind(self.label, session_id)
         self.was_checked = True
+
+    def open_session(self) -> None:
+        super().open_session()
+        if self.rng.random() < 0.25:
+            self.strangers.add(self.sessions[-1])
+
+    def knows(self, session_id: str) -> bool:
+        bindings = self.cache.service.bindings
+        bound, base = bindings.sessions.get(session_id), bindings._bindings.get(None)
+        return bound is not None and base is not None and bound.generations.get(None) == base.generation
+
+    def salt_of(self, request: Request) -> str:
+        return super().salt_of(request) + ", unknown" * (request.session_id in self.strangers)
 
     async def restart(self) -> None:
         """The service ends, or is killed; another one takes its disk."""

@@ -111,6 +111,7 @@ class Request:
 
     Attributes:
         generation: of the weights, once the lease is handed out.
+        is_known: whether its prefix must have the KV of those weights.
         waiting: the ticket of a request that waits, for the lease or for its growth.
     """
 
@@ -120,6 +121,7 @@ class Request:
     tokens: tuple[int, ...]
     message: Message
     generation: int = 0
+    is_known: bool = True
     waiting: WaitingResponse | None = None
     is_open: bool = False
     more: tuple[int, ...] = field(default=())  # tokens that it grows by
@@ -127,6 +129,8 @@ class Request:
 
 class ServiceTraffic:
     """Random operations on one service. `run` it on a loop of its own."""
+
+    REFUSALS: tuple[type[CacheError], ...] = (PoolExhausted, UnknownLease, LeaseExpired)
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self.rng = Random(seed)
@@ -270,7 +274,7 @@ class ServiceTraffic:
         answer = self.cache.ask(message, session_id)
         self.was_checked = True  # by the service, as `CacheConfig.validate` is True
         if isinstance(answer, CacheError):
-            assert isinstance(answer, PoolExhausted | UnknownLease | LeaseExpired), f"{answer!r} to {message}"
+            assert isinstance(answer, self.REFUSALS), f"{answer!r} to {message}"
         return answer
 
     def acquire(self) -> None:
@@ -333,13 +337,14 @@ class ServiceTraffic:
             assert (answer.prefix_len, answer.loaded_len) == (record.prefix_len, record.loaded_len)
             self.from_pool += answer.prefix_len - answer.loaded_len
             self.done["loaded"] += answer.loaded_len > 0
-            salt = self.salt(request.namespace, request.generation)
-            self.cache.check_prefix(record, request.tokens, salt)
+            request.is_known = self.knows(request.session_id)
+            if request.is_known:
+                self.cache.check_prefix(record, request.tokens, self.salt_of(request))
             if isinstance(request.message, LockRequest):
                 assert not len(record.private_starts)
                 request.tokens = request.tokens[: record.prefix_len]
             else:
-                self.cache.compute(record, request.tokens, salt)
+                self.cache.compute(record, request.tokens, self.salt_of(request))
         else:
             self.done[type(answer).__name__] += 1
             self.requests.pop(request.lease_id, None)
@@ -374,7 +379,7 @@ class ServiceTraffic:
             self.done["growth waits"] += 1
         elif isinstance(answer, ExtendResponse):
             request.tokens += request.more
-            self.cache.compute(self.record(request), request.tokens, self.salt(request.namespace, request.generation))
+            self.cache.compute(self.record(request), request.tokens, self.salt_of(request))
         else:
             self.done["growth refused"] += 1
 
@@ -403,10 +408,18 @@ class ServiceTraffic:
             if release:
                 self.requests.pop(request.lease_id)
             elif not record.retired:
-                self.cache.check_read(record, request.tokens, num_tokens, self.salt_of(request))
+                self.check_read(request, num_tokens)
 
     def salt_of(self, request: Request) -> str:
         return self.salt(request.namespace, request.generation)
+
+    def knows(self, session_id: str) -> bool:
+        """Return whether a session may find only the KV of the weights as they are."""
+        return True
+
+    def check_read(self, request: Request, num_tokens: int) -> None:
+        if request.is_known:
+            self.cache.check_read(self.record(request), request.tokens, num_tokens, self.salt_of(request))
 
     def release(self) -> None:
         """A client ends a lease, or gives up a request that waits."""
@@ -442,7 +455,7 @@ class ServiceTraffic:
     def read(self) -> None:
         request = self.any_open()
         if request is not None:
-            self.cache.check_read(self.record(request), request.tokens, len(request.tokens), self.salt_of(request))
+            self.check_read(request, len(request.tokens))
 
     def use_a_fill(self) -> None:
         """A client uses a lease that it has not got."""

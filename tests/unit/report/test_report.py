@@ -494,7 +494,8 @@ def on_disk(clock: Clock) -> CacheService:
         page_size=4,
         pool=PoolConfig(num_slots=16, device="cpu"),
         eviction=EvictionConfig(high_watermark=1.0),
-        disk=DiskConfig(path="/nowhere", num_slots=64, fingerprint="m"),
+        disk=DiskConfig(path="/nowhere", num_slots=64),
+        fingerprint="m",
         ghost=GhostConfig(),
     )
     return CacheService(config, "epoch", clock=clock)
