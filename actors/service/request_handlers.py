@@ -271,7 +271,7 @@ class RequestHandlers:
         deletion = None if disk is None else disk.deletions.future()
         if disk is None or deletion is None:
             return response
-        return self._admission.wait_for_commit(session_id, response, deletion, disk.config.load_timeout_s, disk.state)
+        return self._admission.wait_for_commit(session_id, response, deletion, disk.state)
 
     def _weights(self) -> WeightsResponse:
         label, generation = self._bindings.weights

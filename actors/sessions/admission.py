@@ -39,6 +39,7 @@ _NOT_COMMITTED = (
     "back for sessions that bind equal fingerprints. "
 )
 _GOES_ON = "The disk goes on trying; a repeated call waits for it again"
+_COMMIT_TIMEOUT_S = 5.0  # for which a retirement waits for the disk
 _WRITES = "writes"  # `Waiter.waits_for` of a request that waits for the end of writes
 
 
@@ -401,19 +402,21 @@ class Admission:
         return True
 
     def wait_for_commit(
-        self, session_id: str, response: Message, deletion: asyncio.Future[None], timeout_s: float, state: str
+        self, session_id: str, response: Message, deletion: asyncio.Future[None], state: str
     ) -> WaitingResponse:
         """Return a ticket for a response that waits until the disk has committed a retirement.
 
+        After 5 s the ticket ends with CacheUnavailable. The disk goes on trying.
+
         Args:
             deletion: ends with the commit.
-            timeout_s: after this time the ticket ends with CacheUnavailable. The disk goes on trying.
             state: of the disk.
         """
         end = _GOES_ON
         if state.startswith("failed"):
             end = f"The disk has {state}; mend it, or clear it with `raydix disk clear` before the cache starts again"
-        return self.wait_for_disk(session_id, response, deletion, timeout_s, CacheUnavailable(_NOT_COMMITTED + end))
+        late = CacheUnavailable(_NOT_COMMITTED + end)
+        return self.wait_for_disk(session_id, response, deletion, _COMMIT_TIMEOUT_S, late)
 
     def wait_for_disk(
         self,
@@ -437,7 +440,12 @@ class Admission:
             if not waiter.outcome.done():
                 queue.settle(waiter, answer)
 
-        done.add_done_callback(lambda _: settle(response))
+        def end(_: object) -> None:
+            settle(response)
+
+        # A disk that does not work for days may not keep each request that has waited for it.
+        waiter.outcome.add_done_callback(lambda _: done.remove_done_callback(end))
+        done.add_done_callback(end)
         waiter.timer = asyncio.get_running_loop().call_later(timeout_s, settle, late)
         return self._ticket(waiter)
 

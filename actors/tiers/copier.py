@@ -52,7 +52,9 @@ class Copy:
     Attributes:
         plan: its pages.
         is_load: whether it copies up, to the pool.
+        is_awaited: whether a request waits for it. Other loads, prefetches, give way to it between two chunks.
         result: None until it has ended.
+        chunk_began: time at which its present chunk began; None: none of its chunks is being copied.
     """
 
     def __init__(
@@ -63,10 +65,13 @@ class Copy:
         *,
         is_load: bool,
         deadline: float | None = None,
+        is_awaited: bool = True,
     ) -> None:
         self.plan = plan
         self.is_load = is_load
+        self.is_awaited = is_awaited
         self.result: Copied | None = None
+        self.chunk_began: float | None = None
         self.copies = copies
         self.done = done
         self.deadline = deadline
@@ -144,9 +149,10 @@ class WriteCap:
 class Copier:
     """Copies pages in a thread of its own, and calls back on the event loop when a copy has ended.
 
-    Loads go before writes, each in the order in which they came; a load waits for one chunk of a write at most. Between
-    two chunks, the thread looks at cancellations, deadlines and the cap of writes. A copy confirms whole pages from the
-    front: those of all chunks that were copied. It has one thread, as a copy is bound by the memory.
+    Loads that requests wait for go before prefetches, and these before writes, each in the order in which they came: a
+    load waits for one chunk of the others at most. Between two chunks, the thread looks at cancellations, deadlines and
+    the cap of writes. A copy confirms whole pages from the front: those of all chunks that were copied. It has one
+    thread, as a copy is bound by the memory.
 
     If the pools are index-only, a copy is confirmed before `load` or `write` returns, and there is no thread.
 
@@ -175,16 +181,25 @@ class Copier:
             self._thread.start()
         weakref.finalize(self, self._queues.close)
 
-    def load(self, plan: CopyPlan, done: Callable[[Copied], object], timeout_s: float | None = None) -> Copy:
+    def load(
+        self,
+        plan: CopyPlan,
+        done: Callable[[Copied], object],
+        timeout_s: float | None = None,
+        *,
+        is_awaited: bool = True,
+    ) -> Copy:
         """Copy pages of the tier below to the pool. Call it on the event loop.
 
         Args:
             plan: the pages. Both ends must be locked, or private to the caller, until the copy has ended.
             done: called on the event loop when the copy has ended.
             timeout_s: the copy ends between two chunks if it takes longer, from now on; None: without a limit.
+            is_awaited: False: it gives way to loads that requests wait for. `Copy.is_awaited` can be set later.
         """
         deadline = None if timeout_s is None else self._queues.clock() + timeout_s
-        return self._start(Copy(plan, self._copies, done, is_load=True, deadline=deadline))
+        copy = Copy(plan, self._copies, done, is_load=True, deadline=deadline, is_awaited=is_awaited)
+        return self._start(copy)
 
     def write(self, plan: CopyPlan, done: Callable[[Copied], object]) -> Copy:
         """Copy pages of the pool to the tier below. Call it on the event loop. The arguments are those of `load`."""
@@ -213,6 +228,10 @@ class Copier:
     def queued_bytes(self, *, loads: bool) -> int:
         """Return the bytes of loads or of writes that are still to be copied."""
         return self._queues.queued_bytes(loads=loads)
+
+    def bytes_ahead(self) -> int:
+        """Return the bytes of loads that are copied before the next load that a request waits for."""
+        return self._queues.bytes_ahead()
 
     def stop_all(self, timeout_s: float | None = None) -> None:
         """End all copies, without calls of `done`: `Copy.result` has the end. It waits for at most one chunk.
@@ -264,13 +283,14 @@ class _Queues:
                 self._end_late_loads(now)
                 wait_s = self._cap.wait_s(now) if self._writes else None
                 if self._loads:
-                    self._current = self._loads[0]
+                    self._current = next((load for load in self._loads if load.is_awaited), self._loads[0])
                 elif wait_s is not None and wait_s <= 0:
                     self._current = self._writes[0]
                     self._cap.charge(self._current.chunks[self._current.num_chunks].num_bytes, now)
                 else:
                     self._changed.wait(wait_s)
                     continue
+                self._current.chunk_began = now
                 return self._current
             return None
 
@@ -281,7 +301,7 @@ class _Queues:
     def note(self, copy: Copy, seconds: float, error: Exception | None) -> None:
         """Count a chunk that was copied, or failed."""
         with self._changed:
-            self._current = None
+            self._current, copy.chunk_began = None, None
             self._changed.notify_all()
             if error is not None:
                 self._end(copy, "failed", f"{type(error).__name__}: {error}")
@@ -337,6 +357,15 @@ class _Queues:
         """Return the bytes that are still to be copied."""
         with self._changed:
             return sum(copy.bytes_left for copy in (self._loads if loads else self._writes))
+
+    def bytes_ahead(self) -> int:
+        """Return the bytes of awaited loads, and of a prefetch's chunk that is being copied."""
+        with self._changed:
+            awaited = sum(load.bytes_left for load in self._loads if load.is_awaited)
+            current = self._current
+            if current is None or not current.is_load or current.is_awaited:
+                return awaited
+            return awaited + current.chunks[current.num_chunks].num_bytes
 
     def _queue_of(self, copy: Copy) -> deque[Copy]:
         return self._loads if copy.is_load else self._writes

@@ -197,8 +197,10 @@ class LowerTiers:
         return next((move for move in running if move is not None), None)
 
     def wait_for(self, load: Move, resume: Callable[[bool], object]) -> None:
-        """Call `resume(is_whole)` when a load has ended. Callbacks run in the order of their registration."""
-        self._loads_from[load.source_tier].wait_for(load, resume)
+        """Call `resume(is_whole)`, for a request, when a load has ended, in the order of these calls."""
+        loads = self._loads_from[load.source_tier]
+        loads.hurry(load)
+        loads.wait_for(load, resume)
 
     def give_back(self, lease: LeaseRecord) -> None:
         """End a new lease for which `load` found no room: see `Moves.give_back`."""

@@ -32,17 +32,22 @@ class _Load:
     copier: Copier
     copy: Copy
     timer: asyncio.TimerHandle | None = None
+    is_given_up: bool = False  # no request waits for it any more, as its chunk does not come back
 
 
 class TierLoads:
     """The loads from one tier to the pool. A cache without tensors loads in the call that asks.
 
     A load that is late ends behind its chunk, with the pages that were copied. A tier that may stall does not wait
-    for that chunk longer than 0.25 s: then the request begins again, and nothing is loaded from the tier for 30 s.
+    for that chunk longer than 0.25 s, and for a chunk of a prefetch no longer than the tier's time limit: then nothing
+    is loaded from it for 30 s, all its loads end, and the requests of those that cannot end begin again.
+
+    Prefetches use the last copier alone, and give way there to loads that requests wait for.
 
     Args:
         moves: between the pool and the tier.
-        timeout_s: time limit of a load of which the request has none.
+        timeout_s: time limit of a load of which the request has none, and of each chunk of a prefetch; 0: nothing is
+            loaded for them.
         finish: ends a move that was copied.
         on_end: called on the loop when a load has ended.
         is_ready: returns whether loads may begin; it opens them if the tier has become ready.
@@ -52,7 +57,7 @@ class TierLoads:
 
     Attributes:
         num_late: loads that took too long.
-        num_stalls: loads of which a chunk did not come back in time.
+        num_stalls: how often the tier was stalled.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class TierLoads:
 
     def _in_time(self, prefix_len: int, timeout_s: float) -> int:
         """Return how long a prefix may be so that its load ends in time, at the rate of recent loads."""
-        queued = self._quietest().queued_bytes(loads=True) if self._loads else 0
+        queued = self._quietest().bytes_ahead() if self._loads else 0
         page = self.moves.upper.cache.page_size
         num_bytes = max(0.0, timeout_s * min(self._rates.values()) - queued)
         return prefix_len + int(num_bytes / self._token_bytes) // page * page
@@ -144,21 +149,28 @@ class TierLoads:
     def _quietest(self) -> Copier:
         if len(self._copiers) == 1:
             return self._copiers[0]
-        return min(self._copiers, key=lambda copier: copier.queued_bytes(loads=True))
+        return min(self._copiers, key=lambda copier: copier.bytes_ahead())
 
     def _begin(self, move: Move, timeout_s: float | None) -> bool:
-        """Begin to copy a load; return False if it has ended already."""
+        """Begin to copy a load; return False if it has ended already.
+
+        Args:
+            timeout_s: None: it is a prefetch.
+        """
         if self._is_instant:
             self.moves.finish(move, move.num_pages)
             return False
-        copier, batch = self._quietest(), MoveBatch((move,))
+        is_prefetch, batch = timeout_s is None, MoveBatch((move,))
+        copier = self._copiers[-1] if is_prefetch else self._quietest()
 
         def end(copied: Copied) -> None:
             self._end(batch, copied)
 
-        load = self._loads[move] = _Load(copier, copier.load(batch.plan, end, timeout_s))
-        if timeout_s is not None and self._may_stall:
-            load.timer = asyncio.get_running_loop().call_later(timeout_s + GRACE_S, self._give_up, move)
+        copy = copier.load(batch.plan, end, timeout_s, is_awaited=not is_prefetch)
+        load = self._loads[move] = _Load(copier, copy)
+        if self._may_stall:
+            wait_s, check = (self.timeout_s, self._watch) if timeout_s is None else (timeout_s + GRACE_S, self._end_late)
+            load.timer = asyncio.get_running_loop().call_later(wait_s, check, move)
         return True
 
     def when_loaded(self, move: Move, on_end: Callable[[Finished], object]) -> None:
@@ -170,19 +182,29 @@ class TierLoads:
         return move in self._loads
 
     def running_load(self, key: RadixKey, limit: int | None) -> Move | None:
-        """Return the load in flight that brings the next page of a request's key; None if there is none."""
-        return self.moves.running_load(key, limit) if self._loads else None
+        """Return the load in flight that brings the next page of a request's key; None if there is none.
+
+        A load that was given up, or of a stalled tier, may never end: no request may wait for it.
+        """
+        if not self._loads or self.is_stalled:
+            return None
+        move = self.moves.running_load(key, limit)
+        return None if move is None or self._loads[move].is_given_up else move
 
     def wait_for(self, move: Move, resume: Callable[[bool], object]) -> None:
         """Call `resume(is_whole)` when a load has ended. Callbacks run in the order of their registration."""
         self._waiting.setdefault(move, []).append(resume)
 
+    def hurry(self, move: Move) -> None:
+        """Let a load give way to no other one any more, as a request waits for it."""
+        self._loads[move].copy.is_awaited = True
+
     def prefetch(self, key: RadixKey) -> Move | None:
         """Begin to load the prefix of a key for no lease, and return the move.
 
-        None: there is nothing to load, or no room, or requests wait for room.
+        None: there is nothing to load, or no room, or requests wait for room, or the time limit of the tier is 0.
         """
-        if self.is_stalled or not self._is_ready() or not self._may_prefetch():
+        if not self.timeout_s or self.is_stalled or not self._is_ready() or not self._may_prefetch():
             return None
         upper = self.moves.upper
         in_flight = sum(move.num_tokens for move in self._loads if move not in self._owners)
@@ -215,17 +237,47 @@ class TierLoads:
         for resume in self._waiting.pop(move, ()):
             resume(is_whole)
 
-    def _give_up(self, move: Move) -> None:
-        """Let the request of a load begin again, as its chunk does not come back."""
+    def _end_late(self, move: Move) -> None:
+        """End a load that is late; if its chunk has not come back, the tier is stalled."""
         load = self._loads[move]
         load.copier.cancel(load.copy)
-        if load.copy.result is not None:  # its end is on its way
-            return
-        self.num_late += 1
-        self.num_stalls += 1
+        if load.copy.result is None:  # else its end is on its way
+            self._stall_as_silent()
+
+    def _watch(self, move: Move) -> None:
+        """Look whether the present chunk of a prefetch has come back in time, now and again."""
+        load = self._loads[move]
+        began, timeout_s = load.copy.chunk_began, self.timeout_s
+        left_s = timeout_s if began is None else began + timeout_s - self._clock()
+        if left_s > 0:
+            load.timer = asyncio.get_running_loop().call_later(left_s, self._watch, move)
+        else:
+            self._stall_as_silent()
+
+    def _stall_as_silent(self) -> None:
         if not self.is_stalled:
             logger.warning("tier %s does not answer: nothing is loaded from it for %.0f s", self.name, STALL_S)
+        self.num_late += 1
+        self.stall()
+
+    def stall(self) -> None:
+        """Load nothing for 30 s, and end all loads: no request waits for one meanwhile.
+
+        A load of which a chunk is being copied is given up: its request begins again, and its slots stay locked until
+        the chunk has come back.
+        """
+        self.num_stalls += 1
         self._stalled_until = self._clock() + STALL_S
+        for move, load in list(self._loads.items()):
+            load.copier.cancel(load.copy)
+            if load.copy.result is None and not load.is_given_up:
+                self._give_up(move, load)
+
+    def _give_up(self, move: Move, load: _Load) -> None:
+        """Let the request of a load begin again, as its chunk does not come back."""
+        load.is_given_up = True
+        if load.timer is not None:
+            load.timer.cancel()
         is_wanted = bool(move.target.filling_for)
         self.moves.give_up(move)
         self._answer(move, Finished(0, None, is_wanted), False)

@@ -78,9 +78,9 @@ class TimedCopier:
         self._current: Copy | None = None
         self._counts = {True: CopyCounts(), False: CopyCounts()}  # is_load -> counts
 
-    def load(self, plan: CopyPlan, done: Done, timeout_s: float | None = None) -> Copy:
+    def load(self, plan: CopyPlan, done: Done, timeout_s: float | None = None, *, is_awaited: bool = True) -> Copy:
         """Begin a load; it ends after `timeout_s`, if not before."""
-        copy = self._start(Copy(plan, self._copies, done, is_load=True))
+        copy = self._start(Copy(plan, self._copies, done, is_load=True, is_awaited=is_awaited))
         if timeout_s is not None:
             asyncio.get_running_loop().call_later(timeout_s, self._end, copy, "late")
         return copy
@@ -133,6 +133,10 @@ class TimedCopier:
     def queued_bytes(self, *, loads: bool) -> int:
         """Return the bytes that are still to be copied."""
         return sum(copy.bytes_left for copy in self._queue if copy.is_load is loads)
+
+    def bytes_ahead(self) -> int:
+        """Return the bytes that are copied before another load."""
+        return self.queued_bytes(loads=True)
 
     def stop_all(self, timeout_s: float | None = None) -> None:
         """End all copies; none is waited for."""

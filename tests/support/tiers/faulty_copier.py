@@ -78,8 +78,8 @@ class FaultyCopier:
         self._counts = {True: CopyCounts(), False: CopyCounts()}  # is_load -> counts
         self._ended: list[Copy] = []  # and not reported
 
-    def load(self, plan: CopyPlan, done: Done, timeout_s: float | None = None) -> Copy:
-        return self._start(Copy(plan, self._copies, done, is_load=True, deadline=timeout_s))
+    def load(self, plan: CopyPlan, done: Done, timeout_s: float | None = None, *, is_awaited: bool = True) -> Copy:
+        return self._start(Copy(plan, self._copies, done, is_load=True, deadline=timeout_s, is_awaited=is_awaited))
 
     def write(self, plan: CopyPlan, done: Done) -> Copy:
         return self._start(Copy(plan, self._copies, done, is_load=False))
@@ -177,6 +177,9 @@ class FaultyCopier:
 
     def queued_bytes(self, *, loads: bool) -> int:
         return sum(copy.bytes_left for copy in self.open if copy.is_load == loads)
+
+    def bytes_ahead(self) -> int:
+        return sum(copy.bytes_left for copy in self.open if copy.is_load and copy.is_awaited)
 
     def close(self, timeout_s: float | None = None) -> None:
         for copy in list(self.open):
