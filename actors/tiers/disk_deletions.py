@@ -16,11 +16,14 @@ logger = logging.getLogger(__name__)
 
 IsMeant = Callable[[str | None], bool]  # whether a namespace is retired
 
+_MOST_NAMED = 1024  # retirements before the index was read that are kept by name; one more means all namespaces
+
 
 class DiskDeletions:
     """Deletes spaces in the order of their retirements, and tries again until that is committed.
 
-    Retirements that come before the index was read are predicates, until `begin` finds their spaces.
+    Retirements that come before the index was read are predicates, until `begin` finds their spaces. A disk that cannot
+    be opened may keep them for days, so more than 1,024 become one of all namespaces.
 
     Args:
         on_deleted: called on the loop with the numbers of spaces of which the deletion is committed.
@@ -42,7 +45,7 @@ class DiskDeletions:
         self._on_error = on_error
         self._clock = clock
         self._writer: DiskWriter | None = None
-        self._is_begun = self._is_deleting = self._is_closed = False
+        self._is_begun = self._is_deleting = self._is_cleaning = self._is_closed = False
         self._before: list[IsMeant] = []  # retirements before `begin`
         self._future_before: asyncio.Future[None] | None = None  # theirs
         self._num_retired = 0  # spaces
@@ -73,9 +76,12 @@ class DiskDeletions:
         """Delete the spaces of retired namespaces, which `find` returns; before `begin`, then."""
         if self._is_begun:
             self.delete(find(is_meant))
-        else:
+            return
+        if len(self._before) >= _MOST_NAMED:
+            self._before = [_is_any]
+        if self._before != [_is_any]:
             self._before.append(is_meant)
-            self._note_time()
+        self._note_time()
 
     def begin(self, writer: DiskWriter, find: Callable[[IsMeant], Sequence[int]]) -> None:
         """Delete the spaces of the retirements so far: the spaces of the index are known now."""
@@ -109,22 +115,29 @@ class DiskDeletions:
                 logger.warning("a retirement is not on the disk yet, and is tried again: %s", done.error)
                 asyncio.get_running_loop().call_later(disk_errors.RETRY_S, self.delete)
             return
-        self.waiting = [number for number in self.waiting if number not in numbers]
+        done_now = set(numbers)
+        self.waiting = [number for number in self.waiting if number not in done_now]
         self._on_deleted(numbers)
         self._settle()
         self.delete()
         if not self.waiting:
-            self._clean()
+            self.clean()
 
-    def _clean(self) -> None:
-        """Delete rows of deleted spaces."""
-        if self._writer is not None and not self._is_closed:
+    def clean(self) -> None:
+        """Delete all rows of deleted spaces, in slices, also those that an earlier life has left."""
+        if not (self._is_cleaning or self._is_closed):
+            assert self._writer is not None
+            self._is_cleaning = True
             self._writer.submit(lambda store: store.index.clean(), self._end_cleaning)
 
     def _end_cleaning(self, done: Done) -> None:
+        self._is_cleaning = False
         self._on_error(done.error)
-        if done.error is None and done.result:
-            self._clean()
+        if done.error is not None and not self._is_closed:
+            logger.warning("rows of retired pages are still on the disk, and are deleted later: %s", done.error)
+            asyncio.get_running_loop().call_later(disk_errors.RETRY_S, self.clean)
+        elif done.result:
+            self.clean()
 
     def forget(self, writer: DiskWriter) -> None:
         """Confirm all retirements: the index was replaced by an empty one."""
@@ -170,3 +183,8 @@ class DiskDeletions:
         self.waiting.clear()
         self._before.clear()
         self._settle()
+
+
+def _is_any(namespace: str | None) -> bool:
+    """Return True: all namespaces are meant."""
+    return True

@@ -11,6 +11,8 @@ DiskError
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from raydix.schemas.shown import counted
 
@@ -56,6 +58,15 @@ class RecordDamaged(DiskError):
 
 class IndexDamaged(DiskError):
     """The index is no database of this format, or a malformed one."""
+
+
+@contextmanager
+def index_values(doing: str) -> Iterator[None]:
+    """Raise errors that values of an index cause as `IndexDamaged`: the block works on values that were read."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, LookupError) as error:
+        raise IndexDamaged(f"{doing} failed: {type(error).__name__}: {error}") from error
 
 
 class FolderInUse(DiskError):

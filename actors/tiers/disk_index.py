@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import isfinite
 from time import time
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from raydix.actors.tiers.disk_errors import DiskError, DiskFailed, DiskFull, IndexDamaged
+from raydix.actors.tiers.disk_errors import DiskError, DiskFailed, DiskFull, IndexDamaged, index_values
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.record_sums import DIGEST_BYTES, SUM_BYTES
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
@@ -43,7 +45,29 @@ _FILLER_BYTES = 64 * 2**20  # bytes of one blob
 _ROWS_OF_PAGE = 8  # least rows of a full page of the database
 _SLACK = 1.5  # A database of many changes is two thirds full.
 _CHECKPOINT_PAGES = 1000
-_ORPHANS = 512  # rows of deleted spaces that one call of `clean` deletes
+_ORPHANS = 512  # rows of deleted spaces, or bad ones, that one commit deletes
+_DIGEST = re.compile("[0-9a-f]{16}")
+_MOST = 2**62  # more than the number of any space, record or page
+_BAD = "typeof({0}) <> 'integer' OR {0} NOT BETWEEN {1} AND {2}"
+# The columns of `by_depth`, which say where a row stands. The other values of a row are checked when it is read.
+_BAD_ROWS = " OR ".join(
+    _BAD.format(column, least, most)
+    for column, least, most in (
+        ("space", 1, _MOST),
+        ("depth", 1, _MOST),
+        ("kind", 0, len(KINDS) - 1),
+        ("record", 1, _MOST),
+    )
+)
+# Codes of errors that a sound index does not cause: SQLITE_ERROR is raised for a table that is not there.
+_DAMAGE = (
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_TOOBIG,
+)
 
 _SCHEMA = """
 CREATE TABLE layout (digest TEXT NOT NULL, page_size INTEGER NOT NULL, description TEXT NOT NULL);
@@ -142,7 +166,7 @@ class DiskIndex:
     Attributes:
         layout: of the records.
         last_space: the highest number of a space so far.
-        num_bad_rows: rows that were read and are no rows of this format, so far.
+        num_bad_rows: rows and spaces that are none of this format, so far, and the rows of these spaces.
 
     Raises:
         CacheUnavailable: the index is of another layout or version, or there is no room for it.
@@ -162,6 +186,7 @@ class DiskIndex:
         self._calls = calls or FileCalls()
         self.num_bad_rows = 0
         self._past_orphans = 0  # spaces up to here have no orphans
+        self._bad_spaces: set[int] = set()
         if not _exists(path):
             if layout is None:
                 raise CacheUnavailable(f"{path} has no index of a disk tier")
@@ -190,17 +215,13 @@ class DiskIndex:
     # ---------------------------------------------------------------- spaces
 
     def spaces(self) -> list[Space]:
-        """Return the spaces, the oldest first."""
+        """Return the spaces, the oldest first. Those that are none of this format are left out: see `drop_bad`."""
         columns = "number, namespace, base, adapter, label, arity, created"
         with _typed("reading the index"):
             found = self._db.execute(f"SELECT {columns} FROM spaces ORDER BY number").fetchall()
-        try:
-            return [
-                Space(number, None if name is None else name.decode("utf-8", "surrogatepass"), *others)
-                for number, name, *others in found
-            ]
-        except (AttributeError, UnicodeDecodeError) as error:
-            raise IndexDamaged(f"reading the index failed: {error}") from error
+        spaces = {values[0]: _space_of(values) for values in found}
+        self._bad_spaces.update(number for number, space in spaces.items() if space is None)
+        return [space for space in spaces.values() if space is not None]
 
     def add_space(self, namespace: str | None, base: str, adapter: str | None, label: str, arity: int = 0) -> Space:
         """Add a space, and return it."""
@@ -232,6 +253,29 @@ class DiskIndex:
             with suppress(sqlite3.Error):
                 self._db.execute("PRAGMA synchronous=NORMAL")
         self._past_orphans = 0
+
+    def drop_bad(self) -> bool:
+        """Delete the spaces that `spaces` has left out, and rows that stand at no place; return whether there are more.
+
+        The rows of such spaces count as those of deleted ones: `clean` deletes them. O(rows), 0.1 us each.
+        """
+        num_bad = 0
+        with self._transaction("deleting damaged rows of the index"):
+            (has_bad,) = self._db.execute(f"SELECT EXISTS (SELECT 1 FROM rows WHERE {_BAD_ROWS})").fetchone()
+            for number in self._bad_spaces:
+                (num_rows,) = self._db.execute("SELECT count(*) FROM rows WHERE space = ?", (number,)).fetchone()
+                self._db.execute("DELETE FROM spaces WHERE number = ?", (number,))
+                num_bad += 1 + num_rows
+            if has_bad:
+                some = f"SELECT kind, record FROM rows WHERE {_BAD_ROWS} LIMIT {_ORPHANS}"
+                done = self._db.execute(f"DELETE FROM rows WHERE (kind, record) IN ({some})").rowcount
+                if not done:
+                    raise IndexDamaged("deleting damaged rows of the index failed: they are not found again")
+                num_bad += done
+        self._live -= self._bad_spaces
+        self._bad_spaces.clear()
+        self.num_bad_rows += num_bad
+        return bool(has_bad)
 
     def clean(self) -> bool:
         """Delete some rows of deleted spaces; return whether there may be more."""
@@ -298,7 +342,9 @@ class DiskIndex:
         kind, record, space, depth, digest, record_sum, parent, tokens, planes = values
         return (
             all(type(number) is int and number >= 0 for number in (kind, record, space, depth, planes))
-            and all(type(part) is bytes for part in (digest, record_sum, parent or b"", tokens or b""))
+            and type(digest) is type(record_sum) is bytes
+            and (parent is None or type(parent) is bytes)
+            and (tokens is None or type(tokens) is bytes)
             and kind < len(KINDS)
             and record > 0
             and depth > 0
@@ -322,10 +368,8 @@ class DiskIndex:
                 "WHERE space = ? AND (depth, kind, record) > (?, ?, ?) ORDER BY depth, kind, record LIMIT ?",
                 (space, *after, limit),
             ).fetchall()
-        try:
+        with index_values("reading the index"):
             values = np.array(found, np.int64).reshape(-1, 3)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise IndexDamaged(f"reading the index failed: {error}") from error
         return values[:, 1].copy(), values[:, 2].copy(), RowPlace(*found[-1]) if len(found) == limit else None
 
     def num_rows(self, space: int) -> int:
@@ -345,6 +389,8 @@ class DiskIndex:
     def _transaction(self, doing: str) -> Iterator[None]:
         """Do all of the block or nothing."""
         with _typed(doing):
+            if self._db.in_transaction:  # its end has failed
+                self._db.execute("ROLLBACK")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -359,6 +405,8 @@ class DiskIndex:
         with _typed("opening the index"):
             db = self._calls.connect(path)
             try:
+                # Text that is not UTF-8 is no error of all the rows that are read with it.
+                db.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
                 # Only this process uses the database: the index of its log needs no shared memory.
                 db.execute("PRAGMA locking_mode=EXCLUSIVE").fetchall()
                 (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
@@ -386,9 +434,13 @@ class DiskIndex:
                     f"format {FORMAT}. `raydix disk clear` removes it"
                 )
             found = [IndexLayout(*row) for row in self._db.execute("SELECT digest, page_size, description FROM layout")]
-        if len(found) != 1 or tuple(map(type, found[0])) != (str, int, str):
+        is_one = len(found) == 1 and _is_text(found[0].digest) and type(found[0].page_size) is int
+        if not is_one or not _is_text(found[0].description):
             raise IndexDamaged(f"reading the index failed: it must have one layout, not {brief(found)}")
         if expected is not None and found[0][:2] != expected[:2]:
+            # The digest is also of the size of pages.
+            if found[0].digest == expected.digest or not _DIGEST.fullmatch(found[0].digest):
+                raise IndexDamaged(f"reading the index failed: its layout is damaged: {brief(found[0])}")
             raise CacheUnavailable(
                 f"the disk cannot be used: its index is of another layout than the cache: "
                 f"{_difference(found[0], expected)}. `raydix disk clear` removes it"
@@ -465,6 +517,32 @@ def _exists(path: str) -> bool:
     return os.path.exists(os.path.join(path, INDEX))
 
 
+def _is_text(value: object) -> bool:
+    """Return whether a value was stored as text in UTF-8."""
+    return type(value) is str and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _space_of(values: tuple[Any, ...]) -> Space | None:
+    """Return the space of a row; None: its values have not the types and sizes of this format."""
+    number, name, base, adapter, label, arity, created = values
+    is_good = (
+        0 < number < _MOST
+        and (name is None or type(name) is bytes)
+        and _is_text(base)
+        and (adapter is None or _is_text(adapter))
+        and _is_text(label)
+        and type(arity) is int
+        and 0 <= arity < _MOST
+        and type(created) is float
+        and isfinite(created)
+    )
+    try:
+        namespace = None if name is None or not is_good else name.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return None
+    return Space(number, namespace, base, adapter, label, arity, created) if is_good else None
+
+
 def _sync(path: str) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -489,5 +567,5 @@ def _typed(doing: str) -> Iterator[None]:
 
 def _disk_error(error: sqlite3.Error, doing: str) -> DiskError:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the code, without its detail
-    kind = {sqlite3.SQLITE_FULL: DiskFull, sqlite3.SQLITE_CORRUPT: IndexDamaged, sqlite3.SQLITE_NOTADB: IndexDamaged}
-    return kind.get(code, DiskFailed)(f"{doing} failed: {error}")
+    kind = DiskFull if code == sqlite3.SQLITE_FULL else IndexDamaged if code in _DAMAGE else DiskFailed
+    return kind(f"{doing} failed: {error}")

@@ -98,6 +98,7 @@ class DiskStore:
         self._index_layout, self._room, self._calls = index_layout, room, calls
         self.was_damaged = False
         self._damaged: deque[tuple[Kind, int]] = deque()
+        self._past_bad_rows = 0  # of indexes that were replaced
         with ExitStack() as opened:
             self.folder = DiskFolder(path, cache, index_layout.digest, direct_io=direct_io, calls=calls)
             opened.callback(self.folder.close)
@@ -129,7 +130,17 @@ class DiskStore:
         """
         with suppress(DiskError):
             self.index.close()
+        self._past_bad_rows += self.index.num_bad_rows
         self._renew_index(self.index.last_space)
+
+    @property
+    def num_bad_rows(self) -> int:
+        """The rows of the index that were none of its format."""
+        return self._past_bad_rows + self.index.num_bad_rows
+
+    def holds(self, row: IndexRow) -> bool:
+        """Return whether a row names a record of this store. It may be one of a larger disk before."""
+        return row.kind in self._digests and row.record < len(self._digests[row.kind])
 
     def _renew_index(self, last_space: int) -> None:
         self.was_damaged = True

@@ -23,8 +23,9 @@ from typing import Any
 from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.copier import Copied
 from raydix.actors.tiers.disk_deletions import DiskDeletions
-from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged
+from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged, index_values
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S
+from raydix.actors.tiers.disk_index import Space
 from raydix.actors.tiers.disk_layout import index_layout, record_bytes
 from raydix.actors.tiers.disk_readers import DiskReaders
 from raydix.actors.tiers.disk_store import DiskStore
@@ -83,6 +84,7 @@ class DiskStats:
     num_late: int = 0  # loads
     num_stalls: int = 0
     num_damaged: int = 0  # records that had not the sum of their page
+    bad_rows: int = 0  # of the index, and spaces, that were none of its format
     day_bytes: int = 0  # bytes written in the last 24 hours
     uncommitted_s: float = 0.0  # seconds since a retirement began that is not committed yet; 0: there is none
 
@@ -250,6 +252,7 @@ class DiskTier:
             num_late=self.loads.num_late,
             num_stalls=self.loads.num_stalls,
             num_damaged=self.readers.num_damaged,
+            bad_rows=0 if self._store is None else self._store.num_bad_rows,
             day_bytes=self._last_day.total,
             uncommitted_s=self.deletions.uncommitted_s,
         )
@@ -355,6 +358,7 @@ class DiskTier:
         self._state = READY
         self.spaces.deleted(self._deleted)
         self._deleted.clear()
+        self.deletions.clean()
         logger.info(
             "the disk tier is ready: it keeps %s of %s",
             counted(self.keepers["full"].num_dormant * self._page, "token"),
@@ -367,7 +371,7 @@ class DiskTier:
 
     async def _read_records(self) -> None:
         """Read the spaces, and the numbers of their records."""
-        for found in await self._do_surely(lambda store: store.index.spaces()):
+        for found in await self._do_surely(_spaces):
             self.spaces.add(found.number, found.namespace, (found.base, found.adapter, found.label), found.arity)
         assert self._writer is not None
         self.deletions.begin(self._writer, self.spaces.retire)
@@ -375,7 +379,9 @@ class DiskTier:
             place: RowPlace | None = FIRST
             while place is not None:
                 kinds, records, place = await self._do_surely(partial(_records, number=number, place=place))
-                await self._delete_refused(self.spaces.read(number, kinds, records))
+                with index_values("reading the index"):
+                    refused = self.spaces.read(number, kinds, records)
+                await self._delete_refused(refused)
 
     async def _delete_refused(self, refused: list[tuple[Kind, int]]) -> None:
         """Delete rows that name no record of this disk, such as one beyond its end."""
@@ -854,6 +860,15 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
 # ---------------------------------------------------------------- tasks of the writer's thread
 
 
+def _spaces(store: DiskStore) -> list[Space]:
+    """Return the spaces, once what is damaged was dropped: it would be met again at each start."""
+    with index_values("reading the index"):
+        found = store.index.spaces()
+        while store.index.drop_bad():
+            pass
+    return found
+
+
 def _records(store: DiskStore, *, number: int, place: RowPlace) -> tuple[Numbers, Numbers, RowPlace | None]:
     return store.index.records(number, place, _RECORDS_AT_ONCE)
 
@@ -863,9 +878,11 @@ def _read_runs(
 ) -> tuple[list[RowRun], list[IndexRow], RowPlace | None]:
     """Read some rows of a space, and note their sums."""
     rows, after = store.index.rows(number, place, _ROWS_AT_ONCE)
-    store.note(rows)
-    done = runs.add(rows)
-    if after is None:
-        done = [*done, *runs.end()]
+    with index_values("reading the index"):
+        rows = [row for row in rows if store.holds(row)]
+        store.note(rows)
+        done = runs.add(rows)
+        if after is None:
+            done = [*done, *runs.end()]
     left_out, runs.left_out = runs.left_out, []
     return done, left_out, after

@@ -169,7 +169,9 @@ class TierLoads:
         copy = copier.load(batch.plan, end, timeout_s, is_awaited=not is_prefetch)
         load = self._loads[move] = _Load(copier, copy)
         if self._may_stall:
-            wait_s, check = (self.timeout_s, self._watch) if timeout_s is None else (timeout_s + GRACE_S, self._end_late)
+            wait_s, check = (
+                (self.timeout_s, self._watch) if timeout_s is None else (timeout_s + GRACE_S, self._end_late)
+            )
             load.timer = asyncio.get_running_loop().call_later(wait_s, check, move)
         return True
 

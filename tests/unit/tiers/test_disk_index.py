@@ -31,7 +31,7 @@ from raydix.cache_core.tiers.page_records import KINDS
 from raydix.schemas import CacheUnavailable
 
 PAGE = 4
-LAYOUT = IndexLayout("d1", PAGE, '{"dtype": "uint8"}')
+LAYOUT = IndexLayout("d1" * 8, PAGE, '{"dtype": "uint8"}')
 
 
 @pytest.fixture
@@ -494,9 +494,9 @@ def test_links_are_refused(tmp_path: Path, name: str) -> None:
 def test_an_index_of_another_layout_or_version_is_refused(opened: Callable[..., DiskIndex], tmp_path: Path) -> None:
     opened().close()
     others = {
-        "its digest is 'd1', not 'd2'": LAYOUT._replace(digest="d2"),
-        "page_size is 4, not 16": LAYOUT._replace(page_size=16),
-        "dtype is 'uint8', not 'int8'": LAYOUT._replace(digest="d2", description='{"dtype": "int8"}'),
+        "its digest is 'd1d1d1d1d1d1d1d1', not 'd2d2d2d2d2d2d2d2'": LAYOUT._replace(digest="d2" * 8),
+        "page_size is 4, not 16": LAYOUT._replace(digest="d3" * 8, page_size=16),
+        "dtype is 'uint8', not 'int8'": LAYOUT._replace(digest="d2" * 8, description='{"dtype": "int8"}'),
     }
     for difference, layout in others.items():
         with pytest.raises(CacheUnavailable, match=f"another layout than the cache: {difference}. `raydix disk clear`"):
