@@ -143,7 +143,7 @@ class DiskTierStats(PydanticMessage):
         description="due prefixes that were not written, by cause. queue_full: too many wait; left_memory: they were "
         "evicted before their turn; no_room: the disk had no free records",
     )
-    last_error: str | None = Field(default=None, description="of a write")
+    last_error: str | None = Field(default=None, description="of a write or a read")
     written_bytes: int = Field(default=0, description="bytes of committed records, with their padding")
     written_bytes_day: int = Field(
         default=0, description="of written_bytes, those of the last 24 hours, to a quarter of an hour"
@@ -154,10 +154,17 @@ class DiskTierStats(PydanticMessage):
     load_s: float = Field(default=0.0, description="seconds of the reads of loads")
     queued_bytes: int = Field(default=0, description="bytes of loads that are still to be read")
     loads_late: int = Field(default=0, description="loads that took longer than their time limit")
-    stalls: int = Field(default=0, description="loads of which a read did not return in time: the disk is stalled")
+    stalls: int = Field(
+        default=0, description="how often the disk was stalled: a read did not return in time, or all reads failed"
+    )
     damaged_records: int = Field(
         default=0, description="records that had not the sum of their page: they were dropped, and nothing of them used"
     )
+    failed_reads: int = Field(
+        default=0, description="reads of records that failed; a record that cannot be read twice is dropped"
+    )
+    read_error_s: float | None = Field(default=None, description="seconds since the last of failed_reads")
+    bad_rows: int = Field(default=0, description="rows of the index that were damaged: they were dropped")
     uncommitted_s: float = Field(
         default=0.0,
         description="seconds since the disk began to commit a retirement that it has not confirmed yet; 0: there is "

@@ -165,7 +165,13 @@ def _add_disk(table: Table, now: Snapshot, before: Snapshot | None, disk: DiskTi
     reused = stats.tokens_reused + stats.resumed_tokens_reused
     loaded = f"{_count(now, before, 'tokens_loaded', 'token', _disk)}, {rate(disk.tokens_loaded, reused)} of the reused"
     unused = f" ones, {disk.tokens_loaded_unused:,} for no request" if disk.tokens_loaded_unused else " ones"
-    faults = _faults((disk.loads_late, "late load"), (disk.stalls, "stall"), (disk.damaged_records, "damaged record"))
+    faults = _faults(
+        (disk.loads_late, "late load"),
+        (disk.stalls, "stall"),
+        (disk.failed_reads, "failed read"),
+        (disk.damaged_records, "damaged record"),
+        (disk.bad_rows, "damaged row"),
+    )
     in_flight = f"{disk.loads_in_flight:,} in flight, {byte_size(disk.queued_bytes)} to be read"
     table.add_row("disk loads", f"{loaded}{unused}{_speed(disk.loaded_bytes, disk.load_s)}; {in_flight}{faults}")
     written = f"{_count(now, before, 'tokens_written', 'token', _disk)}, {byte_size(disk.written_bytes)}"

@@ -342,7 +342,7 @@ _PANELS = (
                 f"sum by (cache) (increase(ray_raydix_disk_{name}_total{_OF}[5m]))",
                 f"{{{{cache}}}} {name.replace('_', ' ')}",
             )
-            for name in ("loads_late", "stalls", "damaged_records", "states_not_published")
+            for name in ("loads_late", "stalls", "failed_reads", "damaged_records", "bad_rows", "states_not_published")
         ),
     ),
     _Panel(

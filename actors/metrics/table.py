@@ -231,7 +231,9 @@ def _disk_metrics() -> tuple[Metric, ...]:
         ("written_bytes", "bytes of records written to the disk, with their padding", "written_bytes"),
         ("load_seconds", "time of reads from the disk", "load_s"),
         ("loads_late", "loads that took longer than their time limit", "loads_late"),
-        ("stalls", "loads of which a read did not return in time", "stalls"),
+        ("stalls", "times that nothing was loaded for 30 s: a read did not return in time, or all failed", "stalls"),
+        ("failed_reads", "reads of records that failed", "failed_reads"),
+        ("bad_rows", "damaged rows of the index, which were dropped", "bad_rows"),
         ("damaged_records", "records that had not the sum of their page, and were dropped", "damaged_records"),
     )
     return (

@@ -19,6 +19,7 @@ _LEAST_LEFT = 0.1  # the part of the node's memory that a full pool must leave
 _LEAST_SHM = 2**30  # bytes; containers have 64 MiB by default
 _LEAST_SHM_FREE = 0.05
 _TIER_STATES = ("ready", "reserving", "closed")  # other states of a host tier are faults
+_FAILING_S = 600.0  # for which a read that failed is a finding
 _UNCOMMITTED_S = 10.0  # the most time that a disk takes to commit a retirement
 _REMEDY = (
     "give the pool or the host tier fewer slots, run fewer engines and other processes on this node, or raise the "
@@ -178,6 +179,11 @@ def disk_finding(disk: DiskTierStats | None) -> str:
     if disk.state.startswith("failed: "):
         cause = disk.state.removeprefix("failed: ")
         return f"the cache serves without its disk: {cause}; then start the cache again"
+    if disk.read_error_s is not None and disk.read_error_s < _FAILING_S:
+        return (
+            f"reads of the disk fail, the last one {short_time(disk.read_error_s)} ago, so that requests compute: "
+            f"{disk.last_error}; look for it in the kernel's log, replace the disk, or clear it before the next start"
+        )
     if disk.state == "stalled":
         return "the disk does not answer, and nothing is loaded from it for 30 s: look for it in the kernel's log"
     return ""

@@ -139,7 +139,7 @@ def disk_stats(disk: DiskTier) -> DiskTierStats:
         states_not_published=moves.states_not_published,
         writes=_without_zeros({"committed": writes.num_writes, "failed": writes.num_failed}),
         prefixes_dropped=_without_zeros(dropped),
-        last_error=writes.last_error or None,
+        last_error=counts.last_error or None,
         written_bytes=writes.num_bytes,
         written_bytes_day=counts.day_bytes,
         moves_in_flight=len(in_flight),
@@ -150,6 +150,9 @@ def disk_stats(disk: DiskTier) -> DiskTierStats:
         loads_late=counts.num_late,
         stalls=counts.num_stalls,
         damaged_records=counts.num_damaged,
+        failed_reads=counts.num_failed,
+        read_error_s=counts.error_s,
+        bad_rows=counts.bad_rows,
         uncommitted_s=counts.uncommitted_s,
     )
 

@@ -392,10 +392,7 @@ def _run(queues: _Queues) -> None:
             copy.copy_chunk()
         except Exception as failure:  # reported to the caller of the copy; the thread goes on with others
             error = failure
-            what = "load" if copy.is_load else "write", len(copy.plan)
-            if isinstance(failure, DiskError):
-                logger.warning("a %s of %d pages failed: %s", *what, failure)
-            else:
-                logger.exception("a %s of %d pages failed", *what)
+            if not isinstance(failure, DiskError):  # The readers of a disk log what their disk raises.
+                logger.exception("a %s of %d pages failed", "load" if copy.is_load else "write", len(copy.plan))
         queues.note(copy, perf_counter() - started, error)
         del copy, error  # the thread keeps no pool while it waits

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +48,23 @@ def _give_back(folder: int, kind: type[BaseException] | None, *error: object) ->
         for name in RECORDS.values():
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
+
+
+class Unread(NamedTuple):
+    """A read that failed.
+
+    Attributes:
+        kind, number: of the first record that could not be read; no number: each can be read now.
+        digest: of its page.
+        num_good: reads of others, so far.
+        error: of the read.
+    """
+
+    kind: Kind
+    number: int | None
+    digest: bytes
+    num_good: int
+    error: str
 
 
 class DiskStore:
@@ -98,6 +116,8 @@ class DiskStore:
         self._index_layout, self._room, self._calls = index_layout, room, calls
         self.was_damaged = False
         self._damaged: deque[tuple[Kind, int]] = deque()
+        self._unread: deque[Unread] = deque()
+        self._num_good = 0  # reads that were right; of two at the same time, one may be counted
         self._past_bad_rows = 0  # of indexes that were replaced
         with ExitStack() as opened:
             self.folder = DiskFolder(path, cache, index_layout.digest, direct_io=direct_io, calls=calls)
@@ -173,13 +193,32 @@ class DiskStore:
             DiskError: they could not be read.
         """
         file = self.files[kind]
-        file.read(numbers, rows)
+        try:
+            file.read(numbers, rows)
+        except DiskError as error:
+            self._unread.append(self._first_unread(kind, numbers, rows, error))
+            raise
         records = rows[:, : file.record_bytes]
         right = are_right(records, self._digests[kind][numbers], self._sums[kind][numbers], kind)
         if not right.all():
             damaged = tuple(numbers[~right].tolist())
             self._damaged.extend((kind, number) for number in damaged)
             raise RecordDamaged(kind, damaged)
+        self._num_good += 1
+
+    def _first_unread(self, kind: Kind, numbers: Numbers, rows: Rows, error: DiskError) -> Unread:
+        """Read records one by one until one cannot be read, and return that one."""
+        for at, number in enumerate(numbers.tolist()):
+            try:
+                self.files[kind].read(numbers[at : at + 1], rows[at : at + 1])
+            except DiskError as its_own:
+                return Unread(kind, number, self._digests[kind][number].tobytes(), self._num_good, str(its_own))
+            self._num_good += 1
+        return Unread(kind, None, b"", self._num_good, str(error))
+
+    def take_unread(self) -> list[Unread]:
+        """Return the records that `read` could not read since the last call; any thread may ask."""
+        return [self._unread.popleft() for _ in range(len(self._unread))]
 
     def take_damaged(self) -> list[tuple[Kind, int]]:
         """Return the damaged records that `read` has found since the last call; any thread may ask."""

@@ -84,6 +84,9 @@ class DiskStats:
     num_late: int = 0  # loads
     num_stalls: int = 0
     num_damaged: int = 0  # records that had not the sum of their page
+    num_failed: int = 0  # reads of records that failed
+    error_s: float | None = None  # seconds since the last one; None: none did
+    last_error: str = ""  # of a write or a read
     bad_rows: int = 0  # of the index, and spaces, that were none of its format
     day_bytes: int = 0  # bytes written in the last 24 hours
     uncommitted_s: float = 0.0  # seconds since a retirement began that is not committed yet; 0: there is none
@@ -184,6 +187,7 @@ class DiskTier:
         self._timer: asyncio.TimerHandle | None = None
         self._paused_until = float("-inf")
         self._last_day = LastDay(clock)
+        self._last_error = ""  # of a write or a read
         self._noted_bytes = 0  # bytes of writes that `_last_day` has
         # The spaces and their ends.
         self._serials = count(1)
@@ -252,6 +256,9 @@ class DiskTier:
             num_late=self.loads.num_late,
             num_stalls=self.loads.num_stalls,
             num_damaged=self.readers.num_damaged,
+            num_failed=self.readers.num_failed,
+            error_s=self.readers.error_s,
+            last_error=self._last_error,
             bad_rows=0 if self._store is None else self._store.num_bad_rows,
             day_bytes=self._last_day.total,
             uncommitted_s=self.deletions.uncommitted_s,
@@ -622,6 +629,7 @@ class DiskTier:
 
     def _after_write(self, error: DiskError | None) -> None:
         if error is not None:
+            self._last_error = str(error)
             self._note_error(error)
             self._paused_until = self._clock() + disk_errors.RETRY_S
         self._last_day.add(self.writes.counts.num_bytes - self._noted_bytes)
@@ -685,7 +693,11 @@ class DiskTier:
         """End the only move of a batch; return its result, and whether all of it was read."""
         ((move, num_pages, is_whole),) = batch.results(copied)
         finished = self.all_moves[0].finish(move, num_pages, is_whole)
-        self.readers.drop_damaged(move, self.tier.cache)
+        num_failed = self.readers.num_failed
+        if self.readers.end(move, copied, self.tier.cache):
+            self.loads.stall()
+        if self.readers.num_failed > num_failed:
+            self._last_error = self.readers.last_error
         return finished, is_whole
 
     def left_s(self, key: RadixKey, longest: int) -> float | None:

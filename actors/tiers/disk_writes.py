@@ -53,7 +53,6 @@ class DiskWriteCounts:
     due_dropped: int = 0  # due prefixes that fell out of the queue
     due_gone: int = 0  # due prefixes that had left memory when their turn came
     no_room: int = 0  # due prefixes for which the disk had no free records
-    last_error: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -389,7 +388,6 @@ class DiskWrites:
         self.counts.num_bytes += batch.num_bytes * is_there
         if written.error is not None:
             self.counts.num_failed += 1
-            self.counts.last_error = str(written.error)
             logger.warning("KV could not be written to the disk: %s", written.error)
         else:  # Prefixes that were cancelled, or did not fit, are still due.
             for key, (_, move) in zip(batch.due, batch.moves, strict=False):

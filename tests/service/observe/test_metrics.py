@@ -213,7 +213,7 @@ def test_every_count_of_the_disk_is_a_metric_and_a_cache_without_one_has_none_of
     uses = ("free", "private", "evictable", "protected", "quarantined", "unread", "dormant", "leaving")
     sizes = {f"{use}_slots": 10**6 + place for place, use in enumerate(uses)}
     pools = {name: DiskPoolStats(num_slots=0, tree_slots=0, **sizes, evicted=7) for name in ("slots", "swa", "states")}
-    others = {"state", "admit", "last_error", *pools, "writes", "prefixes_dropped"}
+    others = {"state", "admit", "last_error", "read_error_s", *pools, "writes", "prefixes_dropped"}
     values = {name: place + 1 for place, name in enumerate(sorted(DiskTierStats.model_fields.keys() - others))}
     by_label = {"writes": {"failed": 4711}, "prefixes_dropped": {"no_room": 4712}}
     disk = DiskTierStats(state="ready", admit="all", **pools, **by_label, **values)
