@@ -21,6 +21,7 @@ from support.tiers.settled_disk import settled, tier_of
 from raydix.actors import Lease, Loaded, LocalPrefixCache, start_cache
 from raydix.actors.metrics.table import METRICS
 from raydix.actors.report.page import render
+from raydix.actors.sessions import admission
 from raydix.actors.tiers import tier_loads
 from raydix.actors.tiers.disk_tier import DiskTier
 from raydix.cache_core.tiers.page_records import PageRecords
@@ -261,9 +262,12 @@ async def test_a_retirement_is_answered_when_the_disk_has_committed_it(tmp_path:
         assert await found(cache, PROMPT) == 0
 
 
-async def test_a_retirement_that_the_disk_does_not_confirm_in_time_says_so(tmp_path: Path) -> None:
+async def test_a_retirement_that_the_disk_does_not_confirm_in_time_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_COMMIT_TIMEOUT_S", 0.05)
     calls = FaultyFileCalls()
-    async with opened(disk_config(tmp_path, fingerprint="", load_timeout_s=0.05), calls) as cache:
+    async with opened(disk_config(tmp_path, fingerprint=""), calls) as cache:
         await cache.bind_model(ModelFingerprint(weights="old", fields={"name": "model"}))
         await twice(cache, PROMPT)
         go_on = calls.stall("DELETE")
@@ -279,9 +283,41 @@ async def test_a_retirement_that_the_disk_does_not_confirm_in_time_says_so(tmp_p
         await cache.reset()
 
 
-async def test_a_retirement_names_a_disk_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_retirement_waits_for_the_disk_where_nothing_is_loaded(tmp_path: Path) -> None:
     calls = FaultyFileCalls()
-    async with opened(disk_config(tmp_path, load_timeout_s=0.02), calls) as cache:
+    async with opened(disk_config(tmp_path, load_timeout_s=0), calls) as cache:
+        await twice(cache, PROMPT)
+        go_on = calls.stall("DELETE")
+        retiring = asyncio.ensure_future(cache.reset())
+        await asyncio.sleep(0.02)
+        assert not retiring.done()
+        go_on()
+        await retiring
+        assert (await cache.prefetch(PROMPT)) == 0
+
+
+async def test_a_disk_that_commits_nothing_keeps_no_request_that_has_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_COMMIT_TIMEOUT_S", 0.001)
+    calls = FaultyFileCalls()
+    async with opened(disk_config(tmp_path), calls) as cache:
+        await twice(cache, PROMPT)
+        go_on = calls.stall("DELETE")
+        try:
+            for _ in range(5):
+                with pytest.raises(CacheUnavailable, match="the disk has not confirmed"):
+                    await cache.reset()
+            waiting = tier_of(cache).deletions.future()
+            assert waiting is not None and not waiting._callbacks
+        finally:
+            go_on()
+
+
+async def test_a_retirement_names_a_disk_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_COMMIT_TIMEOUT_S", 0.02)
+    calls = FaultyFileCalls()
+    async with opened(disk_config(tmp_path), calls) as cache:
         await twice(cache, PROMPT)
         go_on = calls.stall("DELETE")
         try:
@@ -305,6 +341,8 @@ async def test_a_request_goes_on_without_a_disk_that_does_not_answer(
         try:
             assert await found(cache, PROMPT[: 4 * PAGE]) == 0
             assert tier_of(cache).state == "stalled"
+            async with asyncio.timeout(20):  # No request waits for the load that was given up.
+                assert await found(cache, PROMPT, load_timeout_s=600) == 0
             await cache.check_invariants()
         finally:
             go_on()
@@ -461,9 +499,10 @@ async def test_dropped_and_failed_writes_are_counted_by_cause(tmp_path: Path) ->
         assert "No space left on device" in str(stats.last_error)
 
 
-async def test_a_retirement_that_is_not_committed_has_an_age(tmp_path: Path) -> None:
+async def test_a_retirement_that_is_not_committed_has_an_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_COMMIT_TIMEOUT_S", 0.02)
     calls = FaultyFileCalls()
-    async with opened(disk_config(tmp_path, load_timeout_s=0.02), calls) as cache:
+    async with opened(disk_config(tmp_path), calls) as cache:
         await twice(cache, PROMPT)
         stats = (await cache.stats()).disk
         assert stats is not None and stats.uncommitted_s == 0
