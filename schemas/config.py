@@ -385,8 +385,8 @@ class DiskConfig(_Config):
         default=5.0,
         ge=0,
         allow_inf_nan=False,
-        description="how long a lease waits for its load by default, and a retirement for the disk; 0: nothing is "
-        "loaded",
+        description="how long a lease waits for its load by default, and a prefetch for each of its parts; 0: nothing "
+        "is loaded",
     )
     flush_s: float = Field(
         default=10.0,

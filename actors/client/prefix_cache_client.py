@@ -662,8 +662,8 @@ class PrefixCacheClient:
         the disk has committed them.
 
         Raises:
-            CacheUnavailable: the disk has not done so within `disk.load_timeout_s`: only a restart before it does can
-                bring the KV back. Call again to wait for it.
+            CacheUnavailable: the disk has not done so within 5 s: only a restart before it does can bring the KV back.
+                Call again to wait for it.
         """
         await self._ask(ResetRequest(), Ack)
 

@@ -27,6 +27,12 @@ def cut(rig: DiskRig, path: Path, prompt: list[int], page: int) -> bytes:
     return whole
 
 
+def put_back(path: Path, whole: bytes) -> None:
+    """Give the file of the pages its bytes again."""
+    (file,) = path.glob("*/*/pages.bin")
+    file.write_bytes(whole)
+
+
 async def load(rig: DiskRig, prompt: list[int]) -> int:
     """Load a prompt of which nothing is in the pool."""
     rig.core.evict(10**6)
@@ -80,7 +86,7 @@ async def test_a_disk_of_which_no_read_succeeds_is_stalled(tmp_path: Path, caplo
         now[0] += 700
         assert disk_finding(disk_stats(rig.disk)) == ""
 
-        next(tmp_path.glob("*/*/pages.bin")).write_bytes(whole)
+        put_back(tmp_path, whole)
         assert await load(rig, OTHER) == 16
         assert await load(rig, PROMPT) == 24, "a disk that works again has lost nothing"
 
@@ -93,7 +99,7 @@ async def test_a_record_that_can_be_read_again_is_forgotten(tmp_path: Path) -> N
         for _ in range(3):
             whole = cut(rig, tmp_path, PROMPT, 5)
             assert await load(rig, PROMPT) == 0
-            next(tmp_path.glob("*/*/pages.bin")).write_bytes(whole)
+            put_back(tmp_path, whole)
             now[0] += 2
             assert await load(rig, PROMPT) == 24
         assert rig.cache.total_size() == 40

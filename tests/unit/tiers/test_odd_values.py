@@ -1,4 +1,4 @@
-"""An index with values of other types and sizes: what is damaged is dropped and counted, and the rest is served."""
+"""An index with values of other types and sizes: damaged rows are dropped and counted, and the others are served."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def check_value(path: Path, table: str, column: str, value: str) -> None:
             assert found[1] == 16 and found[0] in ((16, 24) if table == "rows" else (24,))
         await rig.check_index()
     async with opened_rig(path) as rig:
-        assert bad_rows(rig) == 0, "what is damaged is met again"
+        assert bad_rows(rig) == 0, "a damaged row is met again"
         await check_use(rig)
         await rig.check_index()
 
