@@ -18,7 +18,7 @@ from raydix.cache_core import RadixKey
 
 PROMPT, OTHER = [1] * 24, [2] * 16
 ODD = ["0", "-1", "7", "9223372036854775807", "1.5", "'text'", "''", "x''", "x'00ff'", "CAST(x'ff' AS TEXT)", "NULL"]
-FEW = ["0", "CAST(x'ff' AS TEXT)"]
+FEW = ["CAST(x'ff' AS TEXT)"]
 COLUMNS = {
     "rows": ("kind", "record", "space", "depth", "digest", "sum", "parent", "tokens", "planes"),
     "spaces": ("number", "namespace", "base", "adapter", "label", "arity", "created"),
