@@ -110,7 +110,7 @@ class SessionReaper:
         if not is_dead and session.life is not None and not session.life.has_ended():
             return False
         if session_id in self.sessions:
-            self._die(session, "owner")
+            self._die(session, f"the actor that owns it {'has ended' if is_dead else 'cannot be reached'}")
         session.is_dead = True
         self.reap()
         if self.sessions.any_dead:
@@ -121,24 +121,25 @@ class SessionReaper:
         """End sessions that were silent for too long, and free slots that need not be withheld any longer."""
         for session in self.sessions.overdue():
             self.num_expired += 1
-            self._vanish(session, LeaseExpired(f"session {session.session_id!r} was silent for {self._ttl_s:g} s"))
+            self._vanish(session, f"it was silent for {self._ttl_s:g} s")
         for session_id in self.sessions.gone():
             self.close(session_id)
 
     def _end_dead(self) -> None:
         """End the sessions of processes that have ended. No process writes their slots, so `reap` frees them."""
         for session in self.sessions.ended():
-            self._die(session, "process")
+            self._die(session, "its process has ended")
 
-    def _die(self, session: Session, dead: str) -> None:
+    def _die(self, session: Session, cause: str) -> None:
         self.num_dead += 1
         session.is_dead = True
-        self._vanish(session, LeaseExpired(f"the {dead} of session {session.session_id!r} has ended"))
+        self._vanish(session, cause)
 
-    def _vanish(self, session: Session, error: LeaseExpired) -> None:
+    def _vanish(self, session: Session, cause: str) -> None:
+        error = LeaseExpired(f"session {session.session_id!r} is over: {cause}")
         about = {"session": session.session_id, "owner": session.owner}
-        logger.warning("%s (%s): its leases have ended", error, shown(session.owner), extra=about)
-        self.sessions.vanish(session)
+        logger.warning("%s (%s); its leases have ended", error, shown(session.owner), extra=about)
+        self.sessions.vanish(session, cause)
         self._wait_queue.withdraw(session.session_id, error=error)
         self._core.quarantine_session(session.session_id)
         self._after_end(session.session_id)

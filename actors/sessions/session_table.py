@@ -52,7 +52,7 @@ class SessionTable:
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._vanished: dict[str, tuple[Session, float]] = {}  # id -> session, and the latest time at which it is gone
-        self._expired: OrderedDict[str, None] = OrderedDict()  # ids, the oldest first
+        self._expired: OrderedDict[str, str] = OrderedDict()  # id -> cause; the oldest first
 
     def __len__(self) -> int:
         return len(self._open)
@@ -113,11 +113,15 @@ class SessionTable:
             session.notify_end()
         return session
 
-    def vanish(self, session: Session) -> None:
-        """Move an open session to the vanished ones: it was silent for too long, or its owner died."""
+    def vanish(self, session: Session, cause: str) -> None:
+        """Move an open session to the vanished ones.
+
+        Args:
+            cause: in words, for its client: it was silent for too long, or its process or owner has ended.
+        """
         del self._open[session.session_id]
         self._vanished[session.session_id] = (session, self._clock() + self._grace_s)
-        self._expired[session.session_id] = None
+        self._expired[session.session_id] = cause
         while len(self._expired) > _MAX_REMEMBERED:
             self._expired.popitem(last=False)
         session.notify_end()
@@ -156,5 +160,5 @@ class SessionTable:
             session.deadline += seconds
 
     def _check_not_expired(self, session_id: str) -> None:
-        if session_id in self._expired:
-            raise LeaseExpired(f"session {session_id!r} has expired: it was silent for {self._ttl_s:g} s, or died")
+        if (cause := self._expired.get(session_id)) is not None:
+            raise LeaseExpired(f"session {session_id!r} is over: {cause}")

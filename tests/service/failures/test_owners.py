@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,28 @@ async def test_an_actor_of_which_nobody_holds_a_handle_ends_though_it_is_watched
     del process
 
     await until(client, all_free)
+
+
+@pytest.mark.more
+async def test_an_actor_that_its_driver_drops_logs_the_true_end_of_its_session(
+    patient: tuple[Any, PrefixCacheClient], tmp_path: Path
+) -> None:
+    """The process of such an actor goes on for up to three seconds, in which it hears of the end."""
+    cache, client = patient
+    process, log = start_client(watched=True), tmp_path / "actor.log"
+    await process.log_into.remote(str(log))
+    pidfd, has_ended = os.pidfd_open(await process.open.remote(cache)), asyncio.Event()
+    asyncio.get_running_loop().add_reader(pidfd, has_ended.set)
+    await process.acquire.remote([1] * 6)
+
+    del process
+
+    await until(client, all_free)
+    await asyncio.wait_for(has_ended.wait(), 60)
+    asyncio.get_running_loop().remove_reader(pidfd)
+    os.close(pidfd)
+    lines = [line for line in log.read_text().splitlines() if " is lost: " in line]
+    assert [line for line in lines if not line.endswith(" is over: the actor that owns it has ended")] == []
 
 
 @pytest.mark.more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -26,6 +27,10 @@ def client_class() -> Any:
             self._client = PrefixCacheClient(cache, owner=owner)
             await self._client.open()
             return os.getpid()
+
+        async def log_into(self, path: str) -> None:
+            """Append the log of this process to a file."""
+            logging.getLogger().addHandler(logging.FileHandler(path))
 
         async def acquire(self, tokens: list[int]) -> list[int]:
             self._lease = await self._client.acquire(tokens)

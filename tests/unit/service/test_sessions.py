@@ -146,6 +146,31 @@ async def test_quarantine_ends_when_the_client_comes_back(scene: Scene, how: str
         scene.acquire("s", "m")
 
 
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("silent", "it was silent for 10 s"),
+        ("process", "its process has ended"),
+        ("owner", "the actor that owns it has ended"),
+        ("unreachable", "the actor that owns it cannot be reached"),
+    ],
+)
+async def test_the_errors_of_a_session_that_is_over_name_the_true_cause(scene: Scene, how: str, cause: str) -> None:
+    if how == "silent":
+        scene.wait(TTL_S)
+    elif how == "process":
+        scene.service.sessions.find("s").life = life = Life()  # type: ignore[union-attr, assignment]
+        life.ended = True
+        scene.tick()
+    else:
+        scene.service.reaper.owner_unavailable("s", is_dead=how == "owner")
+
+    with pytest.raises(LeaseExpired) as raised:
+        scene.acquire("s", "l")
+
+    assert str(raised.value) == f"session 's' is over: {cause}"
+
+
 async def test_an_expired_session_is_not_opened_again_by_its_id(scene: Scene) -> None:
     scene.acquire("s", "l")
     scene.wait(TTL_S)
@@ -202,7 +227,7 @@ async def test_a_session_whose_process_has_ended_ends_at_the_next_tick_and_holds
     scene.tick()
 
     assert scene.counts == (6, 2, 0)
-    with pytest.raises(LeaseExpired, match="the process of session 's' has ended"):
+    with pytest.raises(LeaseExpired, match="session 's' is over: its process has ended"):
         await waiting
     stats = scene.service.stats()
     assert (stats.open_sessions, stats.dead_sessions, stats.expired_sessions) == (1, 1, 0)
