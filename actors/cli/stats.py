@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 from rich.live import Live
@@ -11,9 +13,6 @@ from rich.live import Live
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask, cache_handle, join
 from raydix.actors.cli.output import AsJson, console, print_json, show
 from raydix.actors.cli.stats_view import Snapshot, view
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def stats(
@@ -43,23 +42,25 @@ def stats(
 
 
 def _watch(look: Callable[[], Snapshot], interval_s: float, rounds: int | None, as_json: bool) -> None:
-    """Repeat until `rounds` are done, the user presses Ctrl-C, or the cache is gone."""
-    looked, before, now = 1, None, look()
-    if as_json:
-        print_json(now.as_json(), indent=None)
+    """Repeat until `rounds` are done, the user presses Ctrl-C, the cache is gone, or the output is a closed pipe."""
+    with _shown_rounds(as_json) as show_round:
+        looked, before, now = 1, None, look()
+        show_round(now, before)
         while rounds is None or looked < rounds:
             time.sleep(interval_s)
-            print_json(look().as_json(), indent=None)
+            before, now = now, look()
+            show_round(now, before)
             looked += 1
-        return
+
+
+@contextmanager
+def _shown_rounds(as_json: bool) -> Iterator[Callable[[Snapshot, Snapshot | None], None]]:
+    """Return a function that shows a round: a document a line, a table after the last one, or in its place."""
     screen = console()
-    try:
-        with Live(view(now), console=screen, auto_refresh=False) as live:
-            while rounds is None or looked < rounds:
-                time.sleep(interval_s)
-                before, now = now, look()
-                live.update(view(now, before), refresh=True)
-                looked += 1
-    finally:
-        if not screen.is_terminal:  # Live ends the line only on a terminal
-            screen.line()
+    if as_json:
+        yield lambda now, _: print_json(now.as_json(), indent=None)
+    elif screen.is_terminal:
+        with Live(console=screen, auto_refresh=False) as live:
+            yield lambda now, before: live.update(view(now, before), refresh=True)
+    else:
+        yield lambda now, before: screen.print(view(now, before), "", soft_wrap=True)

@@ -337,6 +337,38 @@ def test_watched_stats_go_on_a_document_a_line(busy: list[str]) -> None:
     assert "37.5 % of 64 slots in use" in run(*watch).stdout
 
 
+def test_watched_stats_in_a_pipe_are_a_table_a_round_until_the_pipe_closes(busy: list[str]) -> None:
+    arguments = ("stats", *busy, "--watch", "--interval", "0.1", "--address", ray.get_runtime_context().gcs_address)
+    rounds = ("--rounds", "600")  # a command that prints nothing until its end does not hang
+    command = [sys.executable, "-m", "raydix.actors.cli", *arguments, *rounds]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None and watching.stderr is not None
+        heads = 0
+        while heads < 3 and (line := watching.stdout.readline()):
+            heads += line.startswith("kv-0  radix, ")
+        is_running = watching.poll() is None
+        watching.stdout.close()
+
+        assert watching.stderr.read() == ""
+    assert (heads, is_running, watching.returncode) == (3, True, 1)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "arguments", [["dashboard"], ["list", "--json", "--address", "127.0.0.1:1"], ["demo", "--help"]], ids=str
+)
+def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "raydix.actors.cli", *arguments]
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_explain_reads_a_list_an_array_or_stdin(busy: list[str], tmp_path: Path) -> None:
     (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
     np.save(tmp_path / "prompt.npy", np.array(PROMPT))
