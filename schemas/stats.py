@@ -114,6 +114,11 @@ class DiskTierStats(PydanticMessage):
     swa: DiskPoolStats | None = Field(default=None, description="its window slots, if there are any")
     states: DiskPoolStats | None = Field(default=None, description="its recurrent states, if there are any")
     num_spaces: int = Field(default=0, description="namespaces with the models that computed their KV")
+    unbound_namespaces: int = Field(
+        default=0,
+        description="of the last 64 namespaces in which KV was published, those without a bound model: nothing is kept "
+        "of them",
+    )
     due_prefixes: int = Field(default=0, description="prefixes that wait to be written")
     pages_used: int = Field(
         default=0, description="uses of pages by requests, in whatever tier the pages lay; 0 with admit=all"

@@ -174,17 +174,27 @@ def start(
         cache = f"{settings.name}-{number}"
         facts = start_one(settings.config, cache, namespace, on_gpu, worker_cpus, timeout_s)
         started.append(facts | {"reused": cache in there})
-    show(started, as_json, lambda: _report(started, namespace))
+    needs_model = settings.config.disk is not None and not settings.config.fingerprint
+    show(started, as_json, lambda: _report(started, namespace, needs_model))
 
 
-def _report(started: list[dict[str, Any]], namespace: str) -> Group:
+def _report(started: list[dict[str, Any]], namespace: str, needs_model: bool = False) -> Group:
+    """Return the started caches, and the next steps.
+
+    Args:
+        needs_model: they have a disk, and their configuration names no model.
+    """
+    from raydix.actors.service.findings import BIND
+
     first = started[0]["name"]
     cache = f'"{first}"' if namespace == "raydix" else f'connect("{first}", namespace="{namespace}")'
     on_gpu = "num_gpus=0.9, " if started[0]["device"] == "cuda" else ""
-    lines = (
+    lines = [
         f"connect:  async with PrefixCacheClient({cache}) as client: ...",
         f"worker:   Worker.options({on_gpu}scheduling_strategy=beside({cache})).remote({cache})",
         f"watch:    raydix stats {first} --watch",
         f"end:      raydix stop {' '.join(facts['name'] for facts in started)}",
-    )
+    ]
+    if needs_model:
+        lines.insert(2, f"disk:     keeps KV of bound models alone: {BIND}")
     return Group(table_of_started(started), Text("\n".join(lines)))

@@ -377,7 +377,7 @@ _PANELS = (
         "short",
         tuple(
             (f"max by (cache) (ray_raydix_disk_{name}{_OF})", f"{{{{cache}}}} {name.replace('_', ' ')}")
-            for name in ("due_prefixes", "moves_in_flight", "loads_in_flight", "spaces")
+            for name in ("due_prefixes", "moves_in_flight", "loads_in_flight", "spaces", "unbound_namespaces")
         ),
     ),
     _Panel(

@@ -206,6 +206,11 @@ def _disk_metrics() -> tuple[Metric, ...]:
     """Return the metrics of the tier on a local disk. A cache without one has no values of them."""
     gauges = (
         ("spaces", "namespaces on the disk, each with the models that computed its KV", "num_spaces"),
+        (
+            "unbound_namespaces",
+            "of the last 64 namespaces in which KV was published, those without a bound model: nothing is kept of them",
+            "unbound_namespaces",
+        ),
         ("due_prefixes", "prefixes that wait to be written to the disk", "due_prefixes"),
         ("moves_in_flight", "writes to the disk and loads from it that have not ended", "moves_in_flight"),
         ("loads_in_flight", "of these, the loads", "loads_in_flight"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raydix.actors.report.charts import Bar, Figure, Figures, Section, Table, Text
+from raydix.actors.service.findings import unbound_finding
 from raydix.schemas import CacheStats, DiskTierStats
 from raydix.schemas.shown import byte_size, counted, rate, short_count, short_time, shown
 
@@ -34,6 +35,8 @@ def disk_section(stats: CacheStats, disk: DiskTierStats) -> Section:
     if disk.uncommitted_s:
         age = short_time(disk.uncommitted_s)
         notes.append(Text(f"A retirement is not committed for {age}: a restart now may bring its pages back."))
+    if unbound := unbound_finding(disk.unbound_namespaces):
+        notes.append(Text(f"{unbound[0].upper()}{unbound[1:]}."))
     pools = {"slots": slots, "window slots": disk.swa, "states": disk.states}
     rows = [
         (

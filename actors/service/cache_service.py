@@ -63,6 +63,7 @@ from raydix.actors.sessions.session_table import Session
 from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.actors.tiers.tier_manager import TierManager
+from raydix.actors.tiers.unbound_namespaces import UnboundNamespaces
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.validation import checked_message, checked_seconds
@@ -239,6 +240,8 @@ class CacheService:
         )
         self.bindings.disk = cache
         disk.may_begin = lambda: not self.wait_queue.waiting
+        self._unbound = UnboundNamespaces(lambda namespace: self._models_of(namespace) is not None)
+        self.core.observers.append(self._unbound)
         return disk
 
     def _on_pressure(self) -> None:
@@ -531,14 +534,14 @@ class CacheService:
         return self.insight.report(self.stats())
 
     def _findings(self, disk: DiskTierStats | None) -> tuple[str, ...]:
-        """Return the faults of the node, and of the disk now."""
+        """Return the fault of the disk now, and those of the node: commands show the first one."""
         found = disk_finding(disk)
-        return (*self.findings, found) if found else self.findings
+        return (found, *self.findings) if found else self.findings
 
     def stats(self) -> CacheStats:
         """Return a snapshot of every count."""
         batch_size = self._batch_size.histogram()
-        disk = None if self.disk is None else disk_stats(self.disk)
+        disk = None if self.disk is None else disk_stats(self.disk, self._unbound.count())
         stats = CacheStats(
             epoch=self.epoch,
             uptime_s=self.insight.history.now_s,

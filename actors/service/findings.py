@@ -20,6 +20,7 @@ _LEAST_SHM = 2**30  # bytes; containers have 64 MiB by default
 _LEAST_SHM_FREE = 0.05
 _TIER_STATES = ("ready", "reserving", "closed")  # other states of a host tier are faults
 _FAILING_S = 600.0  # for which a read that failed is a finding
+BIND = 'call bind_model in each worker, or set CacheConfig(fingerprint="...")'  # what has a disk keep KV
 _UNCOMMITTED_S = 10.0  # the most time that a disk takes to commit a retirement
 _REMEDY = (
     "give the pool or the host tier fewer slots, run fewer engines and other processes on this node, or raise the "
@@ -166,7 +167,7 @@ def tier_finding(tier: TierStats | None) -> str:
 
 
 def disk_finding(disk: DiskTierStats | None) -> str:
-    """Return a warning if a cache serves without its disk, or has not committed a retirement; else an empty text."""
+    """Return a warning if a cache has no use of its disk, or has not committed a retirement; else an empty text."""
     if disk is None:
         return ""
     if disk.uncommitted_s >= _UNCOMMITTED_S:
@@ -186,7 +187,15 @@ def disk_finding(disk: DiskTierStats | None) -> str:
         )
     if disk.state == "stalled":
         return "the disk does not answer, and nothing is loaded from it for 30 s: look for it in the kernel's log"
-    return ""
+    return unbound_finding(disk.unbound_namespaces)
+
+
+def unbound_finding(num_namespaces: int) -> str:
+    """Return a warning if KV was published in namespaces to which no model is bound; else an empty text."""
+    if not num_namespaces:
+        return ""
+    namespaces = counted(num_namespaces, "namespace")
+    return f"the disk keeps nothing of {namespaces} in use, as no model is bound: {BIND}"
 
 
 def restarts_finding(restarts: Restarts) -> str:

@@ -109,8 +109,12 @@ def tier_stats(tiers: TierManager, num_loading: int) -> TierStats:
     )
 
 
-def disk_stats(disk: DiskTier) -> DiskTierStats:
-    """Return the statistics of the disk tier."""
+def disk_stats(disk: DiskTier, num_unbound: int) -> DiskTierStats:
+    """Return the statistics of the disk tier.
+
+    Args:
+        num_unbound: namespaces without models in which pages were published.
+    """
     cache, counts, keepers = disk.tier.cache, disk.stats(), disk.keepers
     sizes = cache.sizes_of("slots")  # Those with a keeper are evicted for no lease, but by the disk's own task.
     slots = _pool_stats(sizes._replace(evictable=sizes.evictable + sizes.kept), cache.counters.tokens_evicted)
@@ -127,6 +131,7 @@ def disk_stats(disk: DiskTier) -> DiskTierStats:
         swa=None if windows is None else _disk_pool_stats(windows, keepers.get("swa"), cache.page_size),
         states=None if states is None else _disk_pool_stats(states, keepers.get("state"), 1),
         num_spaces=counts.num_spaces,
+        unbound_namespaces=num_unbound,
         due_prefixes=counts.num_due,
         pages_used=counts.num_uses,
         pages_refused=counts.num_first_uses,
