@@ -1,7 +1,7 @@
 """Ray Serve LLM: replicas of vLLM on one node that share a Raydix cache, with OpenAI's HTTP API.
 
     python examples/small_chat_model.py small-chat       # or any model that vLLM serves
-    ray start --head
+    RAY_worker_niceness=0 ray start --head
     raydix start --for vllm small-chat --capacity 65536
     python examples/vllm_app.py small-chat --cache kv-0 --replicas 2
     curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\

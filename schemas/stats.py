@@ -252,6 +252,7 @@ class CacheStats(PydanticMessage):
     last_restart_cause: str = Field(description="why Ray did, the last time, in one line; empty: it never did")
     restart_causes: dict[str, int] = Field(description="how often Ray did for each cause, without its details")
     findings: tuple[str, ...] = Field(description="faults of the cache's node, one line with its remedy each")
+    niceness: int = Field(default=0, description="that Ray has added to the cache's process")
     num_slots: int
     free_slots: int
     private_slots: int = Field(description="held by leases and not published")

@@ -179,7 +179,10 @@ def closing(f: dict[str, Any]) -> str:
         f"all {f['turns']:,} answers are the same" if not changed else f"{changed:,} of {f['turns']:,} answers DIFFER"
     )
     share_hit = rate(f["reused_tokens"], f["prompt_tokens"])
-    following = f"Next, a cache of your own: {_activate()}ray start --head && raydix start --set pool.num_slots=4096"
+    following = (
+        f"Next, a cache of your own: {_activate()}RAY_worker_niceness=0 ray start --head && "
+        "raydix start --set page_size=16 --set pool.num_slots=4096"
+    )
     if "first_hit_rate" in f and "hit_rate_before" not in f:
         following = "Next, the same command again: it begins with the KV that is on the disk now."
     return (

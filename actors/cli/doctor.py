@@ -33,9 +33,11 @@ def doctor(address: Address = None, namespace: Namespace = "raydix", as_json: As
     exit status is 0 whatever it finds.
     """
     from raydix.actors.observe.node_facts import node_facts, worker_niceness
-    from raydix.actors.service.findings import findings
+    from raydix.actors.service.findings import findings, niceness_finding
 
-    rows = [_row("node", "this node", findings(node_facts(worker_niceness()), when="now"))]
+    facts = node_facts(worker_niceness())
+    found = [*findings(facts, when="now"), *filter(None, [niceness_finding(facts.niceness)])]
+    rows = [_row("node", "this node", found)]
     try:
         _check_joining(address, namespace)
         join(address, namespace)
@@ -97,7 +99,7 @@ def _text(rows: list[dict[str, Any]]) -> str:
 def _caches(namespace: str, node: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each cache. It lacks the findings that the row of this node has."""
     from raydix.actors.cluster.deploy import find_caches
-    from raydix.actors.service.findings import tier_finding, version_finding
+    from raydix.actors.service.findings import niceness_finding, tier_finding, version_finding
     from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group
     from raydix.schemas.protocol import PROTOCOL, handshake, read_handshake
 
@@ -126,7 +128,8 @@ def _caches(namespace: str, node: dict[str, Any]) -> list[dict[str, Any]]:
             found[name] = _row("cache", name, _silent(same[name]))
         else:
             stats, handle = answer
-            more = [tier_finding(stats.host), version_finding(rows[name]), _sight(handle, node["node_id"])]
+            about_node = [tier_finding(stats.host), niceness_finding(stats.niceness)]
+            more = [*about_node, version_finding(rows[name]), _sight(handle, node["node_id"])]
             others = [finding for finding in (*stats.findings, *more) if finding and finding not in node["findings"]]
             found[name] = _row("cache", name, others, handle.node_id)
     return [found[name] for name in caches]

@@ -9,7 +9,7 @@ from rich.console import Group
 from raydix.actors.cli.cluster import ask
 from raydix.actors.cli.engine_nodes import SHORT_ID
 from raydix.actors.cli.failures import CommandError
-from raydix.actors.cli.output import first_finding, table_of
+from raydix.actors.cli.output import table_of
 from raydix.schemas.shown import NONE, byte_size
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def start_one(
     """
     from raydix.actors.cluster.deploy import start_cache
     from raydix.actors.cluster.placement import on_node, start_on_own_gpu
+    from raydix.actors.service.findings import niceness_finding
     from raydix.schemas import CacheUnavailable
 
     try:
@@ -69,7 +70,7 @@ def start_one(
         "num_bytes": handle.num_bytes,
         "host": host_facts(config),
         "disk": disk_facts(config, name),
-        "findings": list(stats.findings),
+        "findings": [*stats.findings, *filter(None, [niceness_finding(stats.niceness)])],
     }
 
 
@@ -98,7 +99,10 @@ def disk_facts(config: CacheConfig, name: str) -> dict[str, Any] | None:
 
 
 def table_of_started(started: list[dict[str, Any]]) -> Group:
-    """Return a table of the facts of caches; `reused` says whether each ran already. Warnings follow."""
+    """Return a table of the facts of caches; `reused` says whether each ran already.
+
+    Each finding follows once, with the names of the caches that have it.
+    """
     tiers = [tier for tier in ("host", "disk") if any(facts[tier] for facts in started)]
     columns = [column for tier in tiers for column in (f">{tier} slots", f">{tier}")]
     table = table_of("cache", "device", "node", ">slots", ">pool", *columns, "")
@@ -106,8 +110,11 @@ def table_of_started(started: list[dict[str, Any]]) -> Group:
         below = [cell for tier in tiers for cell in _cells(facts[tier])]
         end = "ran already" if facts["reused"] else "started"
         table.add_row(facts["name"], facts["device"], facts["node_id"][:8], *_cells(facts), *below, end)
-    found = {facts["name"]: first_finding(facts["findings"]) for facts in started}
-    return Group(table, *(f"warning: {name}: {finding}" for name, finding in found.items() if finding))
+    found: dict[str, list[str]] = {}
+    for facts in started:
+        for finding in facts["findings"]:
+            found.setdefault(finding, []).append(facts["name"])
+    return Group(table, *(f"warning: {', '.join(names)}: {finding}" for finding, names in found.items()))
 
 
 def _cells(pool: dict[str, Any] | None) -> tuple[str, str]:

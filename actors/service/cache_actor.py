@@ -88,6 +88,7 @@ class PrefixCacheActor:
         pool_bytes = exported.handle.num_bytes if device.type == "cpu" else 0
         full, when = facts_when_full(facts, pool_bytes, host_bytes(config))
         self._host.service.findings = findings(full, restarts, when)
+        self._host.service.niceness = facts.niceness
         if self._host.service.disk is not None:  # its rows are read before the first session
             self._host.service.disk.start()
         self._socket_server = UnixSocketServer(self._host.service)

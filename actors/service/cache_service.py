@@ -115,6 +115,7 @@ class CacheService:
     Attributes:
         clock: of sessions and latencies, in seconds.
         findings: faults of the cache's node, for the statistics.
+        niceness: that Ray has added to the cache's process, for the statistics.
 
     Args:
         config: of the cache.
@@ -141,6 +142,7 @@ class CacheService:
         self.config = config
         self._restarts = restarts
         self.findings: tuple[str, ...] = ()
+        self.niceness = 0
         self.epoch = epoch
         self._closed = self._draining = False
         self.clock = clock
@@ -549,6 +551,7 @@ class CacheService:
             last_restart_cause=self._restarts.last_cause,
             restart_causes=dict(self._restarts.causes),
             findings=self._findings(disk),
+            niceness=self.niceness,
             owners=self._owners.largest(_NUM_OWNERS),
             open_sessions=len(self.sessions),
             silent_sessions=self.sessions.num_silent(),

@@ -61,7 +61,7 @@ def facts_when_full(facts: NodeFacts, pool_bytes: int, host_bytes: int) -> tuple
 def findings(
     facts: NodeFacts, restarts: Restarts = NEVER_RESTARTED, when: str = "when the pool is full"
 ) -> tuple[str, ...]:
-    """Return the faults of a node, one line each, the gravest first.
+    """Return the faults of a node, one line each, the gravest first; `niceness_finding` is apart.
 
     Args:
         facts: about the node; of its memory, the bytes that are left at the time that `when` names.
@@ -73,7 +73,6 @@ def findings(
         restarts_finding(restarts),
         package_finding(facts.hidden),
         shm_finding(facts.shm_total, facts.shm_free),
-        niceness_finding(facts.niceness),
     )
     return tuple(text for text in found if text)
 
@@ -120,7 +119,10 @@ def shm_finding(total: int, free: int) -> str:
 
 
 def niceness_finding(niceness: int) -> str:
-    """Return a warning if Ray's processes give way to other programs of the node; else an empty text."""
+    """Return a warning if Ray's processes give way to other programs of the node; else an empty text.
+
+    It is for `raydix start` and `doctor` alone: Ray's default is enough for it.
+    """
     if niceness <= 0:
         return ""
     return (

@@ -183,7 +183,7 @@ def test_the_walk_begins_with_a_clone_and_ends_the_cluster_that_it_starts() -> N
         "pip install",
         "export RAY_AUTH_MODE=token",
         "ray get-auth-token",
-        "ray start",
+        "RAY_worker_niceness=0 ray",
         "python settings.py",
         "raydix start",
         "python worker.py",
@@ -193,9 +193,22 @@ def test_the_walk_begins_with_a_clone_and_ends_the_cluster_that_it_starts() -> N
         "raydix stop",
         "ray stop",
     ]
-    for _, name, *options in (line.split() for line in lines if line.startswith("ray ")):
+    for line in lines:
+        program, name, *options = line.removeprefix("RAY_worker_niceness=0 ").split()
+        if program != "ray":
+            continue
         shown = CliRunner().invoke(ray_commands, [name, "--help"]).output
         assert [each for each in options if each.startswith("--") and each not in shown] == []
+
+
+def test_every_cluster_of_a_guide_starts_without_niceness() -> None:
+    """Ray's default has workers give way to all other programs of the node."""
+    texts = [path.read_text() for path in (*DOCUMENTS, *(ROOT / "examples").glob("*.py"))]
+    lines = [line.strip() for text in texts for line in text.splitlines() if "ray start --head" in line]
+
+    assert len(lines) > 3
+    told = [line for line in lines if not line.startswith("RAY_worker_niceness=0 ray start --head")]
+    assert [line for line in told if not line.startswith("sys.exit(")] == []
 
 
 def test_a_transcript_is_read_as_commands_with_their_output() -> None:

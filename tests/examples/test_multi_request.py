@@ -296,7 +296,9 @@ def test_the_last_sentence_has_the_savings_and_the_next_step(changed: dict[str, 
     said, following = closing(FIGURES | changed).splitlines()
 
     assert said == f"71.4 % of the prompt tokens came from the cache, the first token of turns that share a {sentence}"
-    assert following.endswith("ray start --head && raydix start --set pool.num_slots=4096")
+    assert following.endswith(
+        "RAY_worker_niceness=0 ray start --head && raydix start --set page_size=16 --set pool.num_slots=4096"
+    )
 
 
 def test_a_pool_too_small_for_one_conversation_is_refused_at_once() -> None:

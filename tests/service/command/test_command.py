@@ -197,6 +197,38 @@ def test_start_prints_how_to_connect_and_it_works(namespace: str) -> None:
     assert stopped == "kv-0: stopped\nkv-1: stopped\n"
 
 
+def test_the_niceness_of_rays_processes_is_named_at_the_start_and_by_doctor_alone(namespace: str) -> None:
+    """The tests' own cluster starts its processes without it."""
+    where, warning = ["--namespace", namespace], "Ray adds 15 to the niceness of its processes: "
+    start = ["start", "--set", "pool.num_slots=64", *where]
+    assert warning not in run(*start).stdout + run("doctor", *where).stdout
+
+    def add_niceness(actor: Any) -> None:
+        actor._host.service.niceness = 15
+
+    ray.get(connect("kv-0", namespace=namespace).__ray_call__.remote(add_niceness))
+
+    assert f"warning: kv-0: {warning}" in run(*start).stdout
+    assert warning in run("doctor", *where).stdout
+    assert warning not in run("list", *where).stdout + run("stats", "kv-0", *where).stdout
+    assert run_json("stats", "kv-0", *where)["niceness"] == 15
+
+
+def test_a_finding_of_several_caches_is_printed_once_at_their_start() -> None:
+    facts = {"device": "cpu", "node_id": "n", "num_slots": 64, "num_bytes": 64, "reused": False, "host": None}
+    facts |= {"disk": None}
+    started = [
+        {"name": "kv-0", "findings": ["little memory"], **facts},
+        {"name": "kv-1", "findings": ["little memory", "a restart"], **facts},
+    ]
+    screen = Console(record=True, width=200, file=io.StringIO())
+
+    screen.print(_report(started, "raydix"))
+
+    warnings = [line for line in screen.export_text().splitlines() if line.startswith("warning: ")]
+    assert warnings == ["warning: kv-0, kv-1: little memory", "warning: kv-1: a restart"]
+
+
 @pytest.mark.parametrize(("device", "options"), [("cpu", "(scheduling"), ("cuda", "(num_gpus=0.9, scheduling")])
 def test_start_prints_that_a_worker_beside_a_gpu_pool_takes_its_share(device: str, options: str) -> None:
     facts = {

@@ -64,8 +64,8 @@ def test_the_gravest_finding_comes_first() -> None:
 
     found = findings(ill, killed)
 
-    assert [text.split()[0] for text in found] == ["1", "Ray", "raydix", "/dev/shm", "Ray"]
-    assert first_finding(found) == f"{found[0]} (and 4 more: raydix doctor)"
+    assert [text.split()[0] for text in found] == ["1", "Ray", "raydix", "/dev/shm"]  # niceness is apart
+    assert first_finding(found) == f"{found[0]} (and 3 more: raydix doctor)"
     assert first_finding(found[:1]) == found[0]
     assert first_finding(()) == ""
 
