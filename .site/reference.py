@@ -24,7 +24,6 @@ PACKAGES = ("raydix.actors", "raydix.cache_core", "raydix.schemas")
 # Public names that are imported from their own modules: they need an extra, or serve one kind of program.
 FURTHER = (
     "raydix.actors.client.tracing.trace_verbs",
-    "raydix.actors.cluster.placement.beside",
     "raydix.actors.cluster.settings.load_settings",
     "raydix.actors.engines.settings.EngineSettings",
     "raydix.actors.engines.vllm.connector.RaydixConnector",

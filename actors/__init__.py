@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         start_cache,
         start_cache_async,
     )
+    from raydix.actors.cluster.placement import beside
     from raydix.actors.fleet.fleet import Fleet, connect_fleet
     from raydix.actors.fleet.route import Route
     from raydix.actors.service.cache_actor import PrefixCacheActor
@@ -59,6 +60,7 @@ __all__ = [
     "Route",
     "WatchedActor",
     "acquire_ranks",
+    "beside",
     "connect",
     "connect_fleet",
     "shutdown_cache",
@@ -75,6 +77,7 @@ __getattr__ = lazy_names(
         "client.prefix_cache_client": "PrefixCacheClient",
         "client.rank_leases": "acquire_ranks",
         "cluster.deploy": "connect shutdown_cache start_cache start_cache_async",
+        "cluster.placement": "beside",
         "fleet.fleet": "Fleet connect_fleet",
         "fleet.route": "Route",
         "service.cache_actor": "PrefixCacheActor",

@@ -29,9 +29,8 @@ from ray.actor import ActorMethod
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raydix.actors import PrefixCacheClient, connect_fleet, start_cache_async
+from raydix.actors import PrefixCacheClient, beside, connect_fleet, start_cache_async
 from raydix.actors.cli.output import AsJson, console, show, table_of
-from raydix.actors.cluster.placement import beside
 from raydix.actors.demo.run import MODEL, progress_on, serve
 from raydix.actors.demo.workload import PAGE_SIZE, Workload, draw_conversations
 from raydix.actors.huggingface.worker import TransformersWorker, pool_config_for

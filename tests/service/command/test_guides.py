@@ -46,6 +46,7 @@ PRINTED = {  # the output that a guide's comments promise
         "8 requests finished, preemptions > 0 = True",
         "\n64\n",
         "the worker holds 3 slots\nTrue\nLeaseExpired\n64\n",
+        "\n0 of 41 tokens were in the pool\n32 of 41 tokens were in the pool\n",
     ],
     "fleet.md": ["960 tokens are at chat-", "1,000 tokens; cost = pending + 3 * uncached", "round_robin"],
     "tiers.md": [

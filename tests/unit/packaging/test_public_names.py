@@ -15,6 +15,7 @@ PUBLIC = {
         "PrefixCacheClient",
         "WatchedActor",
         "acquire_ranks",
+        "beside",
         "connect",
         "shutdown_cache",
         "start_cache",
