@@ -11,7 +11,18 @@ import pytest
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.report.page import render
-from raydix.schemas import CacheConfig, GhostConfig, PoolConfig, PoolExhausted, TenantConfig
+from raydix.schemas import (
+    CacheConfig,
+    CacheStats,
+    DiskPoolStats,
+    DiskTierStats,
+    GhostConfig,
+    PoolConfig,
+    PoolExhausted,
+    PoolStats,
+    TenantConfig,
+    TierStats,
+)
 
 CONFIG = CacheConfig(
     page_size=4,
@@ -90,9 +101,30 @@ async def browser() -> AsyncIterator[Any]:
         await browser.close()
 
 
+def with_tiers(stats: CacheStats) -> CacheStats:
+    """Return statistics with a host tier and a disk, of full KV, windows and states, each with large numbers."""
+    sizes = dict.fromkeys(("free_slots", "private_slots", "quarantined_slots", "evictable_slots", "protected_slots"), 0)
+    host = PoolStats(num_slots=987_654_321, tree_slots=876_543_210, evicted=765_432_109, **sizes)
+    disk = DiskPoolStats(**host.model_dump(), dormant_slots=654_321_098)
+    return stats.model_copy(
+        update={
+            "host": TierStats(state="reserving", policy="2q", slots=host, swa=host, states=host),
+            "disk": DiskTierStats(
+                state="failed: /nvme/raydix is no folder of this node",
+                admit="second_use",
+                slots=disk,
+                swa=disk,
+                states=disk,
+                uncommitted_s=12.0,
+                unbound_namespaces=64,
+            ),
+        }
+    )
+
+
 @pytest.fixture(scope="module")
 async def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the page of an empty cache, and of one with some traffic of every kind."""
+    """Return the page of an empty cache, of one with some traffic of every kind, and of one with tiers of every pool."""
     folder = tmp_path_factory.mktemp("reports")
     async with LocalPrefixCache(CONFIG) as cache:
         (folder / "empty.html").write_text(render(cache.report(), CONFIG, "kv-0"), encoding="utf-8")
@@ -107,14 +139,19 @@ async def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         with pytest.raises(PoolExhausted):
             await cache.acquire([1] * 5_000)
         (folder / "busy.html").write_text(render(cache.report(), CONFIG, LONG_NAME), encoding="utf-8")
+        counts = dict.fromkeys(("requests", "tokens_requested", "tokens_reused", "tokens_loaded"), 123_456_789)
+        namespaces = tuple(name.model_copy(update=counts) for name in cache.report().namespaces)
+        large = {"stats": with_tiers(await cache.stats()), "namespaces": namespaces}
+        tiered = cache.report().model_copy(update=large)
+        (folder / "tiers.html").write_text(render(tiered, CONFIG, LONG_NAME), encoding="utf-8")
         for lease in leases:
             await lease.release()
     return {path.stem: path for path in folder.glob("*.html")}
 
 
-@pytest.mark.parametrize("width", [320, 390, 1280])
+@pytest.mark.parametrize("width", [320, 400, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("state", ["empty", "busy"])
+@pytest.mark.parametrize("state", ["empty", "busy", "tiers"])
 async def test_everything_can_be_read(
     browser: Any, pages: dict[str, Path], state: str, scheme: str, width: int
 ) -> None:
