@@ -30,6 +30,7 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
     from raydix.actors.cluster.deploy import find_caches
     from raydix.actors.service.findings import restarts_finding
     from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group, restarts_of
+    from raydix.actors.transport.process_liveness import process_id
 
     rows: list[dict[str, Any]] = []
     asked: dict[str, list[Any]] = {}
@@ -61,6 +62,7 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
                 "fingerprint": handle.config.fingerprint,
                 "device": handle.device_type,
                 "node_id": handle.node_id,
+                "pid": process_id(handle.liveness_path),
                 "epoch": stats.epoch,
                 "uptime_s": stats.uptime_s,
                 "restarts": stats.restarts,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from raydix.actors.cli.cluster import Address, Namespace, join
-from raydix.actors.cli.failures import UNREACHABLE, USAGE, CommandError
+import typer
+
+from raydix.actors.cli.cluster import Address, Namespace, cache_handle, complete_names, join
+from raydix.actors.cli.failures import FAILED, UNREACHABLE, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.schemas.shown import NONE, counted, cut, shown
 
@@ -22,15 +24,24 @@ _FATAL = re.compile(r"^\[[^\]]* C \d+ \d+\] *(.*)$", re.MULTILINE)  # Ray's last
 _ENDED = 1  # exit status of such a process
 
 
-def doctor(address: Address = None, namespace: Namespace = "raydix", as_json: AsJson = False) -> None:
-    """Look for faults of this node and of all caches, and print a remedy for each.
+def doctor(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Names of caches. Default: all.", autocompletion=complete_names),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 1 if anything is found.")] = False,
+    address: Address = None,
+    namespace: Namespace = "raydix",
+    as_json: AsJson = False,
+) -> None:
+    """Look for faults of this node and of all caches, or those named, and print a remedy for each.
 
     On this node: memory that is nearly full, `/dev/shm`, the niceness of Ray's processes, and a clone that hides the
     installed package. Of each cache: the same on its node, restarts by cause, another version than this command's, and
     another PID namespace or user than this command's, if it runs on this node.
 
     Run it where the workers run: in their container, as their user. Without a cluster, it looks at this node alone. The
-    exit status is 0 whatever it finds.
+    exit status is 0 whatever it finds, unless `--strict` is given.
     """
     from raydix.actors.observe.node_facts import node_facts, worker_niceness
     from raydix.actors.service.findings import findings, niceness_finding
@@ -49,8 +60,10 @@ def doctor(address: Address = None, namespace: Namespace = "raydix", as_json: As
         import ray
 
         rows[0]["node_id"] = ray.get_runtime_context().get_node_id()
-        rows += _caches(namespace, rows[0])
+        rows += _caches(namespace, rows[0], names)
     show(rows, as_json, lambda: _text(rows))
+    if strict and any(row["findings"] for row in rows):
+        raise typer.Exit(FAILED)
 
 
 def _check_joining(address: str | None, namespace: str) -> None:
@@ -96,14 +109,21 @@ def _text(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _caches(namespace: str, node: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each cache. It lacks the findings that the row of this node has."""
+def _caches(namespace: str, node: dict[str, Any], names: list[str] | None) -> list[dict[str, Any]]:
+    """Return a row for each cache, or for each of `names`. It lacks the findings that the row of this node has.
+
+    Raises:
+        CommandError: no cache of such a name runs.
+    """
     from raydix.actors.cluster.deploy import find_caches
     from raydix.actors.service.findings import niceness_finding, tier_finding, version_finding
     from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group
     from raydix.schemas.protocol import PROTOCOL, handshake, read_handshake
 
-    caches = dict(sorted(find_caches(namespace=namespace).items()))
+    if names:
+        caches = {name: cache_handle(name, namespace, to_end=True) for name in names}
+    else:
+        caches = dict(sorted(find_caches(namespace=namespace).items()))
     found: dict[str, dict[str, Any]] = {}
     for name, cache in caches.items():
         if has_lost_its_group(cache):

@@ -14,12 +14,14 @@ import typer
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
+from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from raydix.schemas import ExplainResponse
 
+_FORM = "a JSON list, as [1, 2, 3]"
 
 TokensFile = Annotated[
     str,
@@ -56,7 +58,7 @@ def read_tokens(source: str) -> Any:
     """Return the token ids of a file: a .npy array, or a JSON list.
 
     Raises:
-        CommandError: the file cannot be read, or has another format.
+        CommandError: the file cannot be read, has another format or no ids, or an id is wrong.
     """
     try:
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
@@ -66,10 +68,20 @@ def read_tokens(source: str) -> Any:
         if data.startswith(b"\x93NUMPY"):
             import numpy as np
 
-            return np.load(io.BytesIO(data), allow_pickle=False)
-        ids = json.loads(data)
-    except ValueError as error:
+            ids = np.load(io.BytesIO(data), allow_pickle=False).tolist()
+        else:
+            ids = json.loads(data)
+    except (ValueError, EOFError, RecursionError) as error:
         raise CommandError(f"{source}: {error}", "a JSON list, as [1, 2, 3], or a .npy file", USAGE) from None
     if not isinstance(ids, list):
-        raise CommandError(f"{source}: not a list of token ids", "a JSON list, as [1, 2, 3]", USAGE)
+        raise CommandError(f"{source}: not a list of token ids", _FORM, USAGE)
+    if not ids:
+        raise CommandError(f"{source}: no token ids, but at least one is needed", _FORM, USAGE)
+    for index, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < 2**64:
+            raise CommandError(
+                f"{source}: the token id at index {index:,} must be an integer in [0, 2**64), not {brief(token)}",
+                _FORM,
+                USAGE,
+            )
     return ids

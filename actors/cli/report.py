@@ -50,6 +50,8 @@ def report(
     The source is a running cache, or a file of recorded traffic. `report` replays a file in this process, without Ray,
     with the hit rate of `raydix replay`.
     """
+    if not out.parent.is_dir():
+        raise CommandError(f"--out {out}: there is no folder {out.parent}", f"mkdir -p {out.parent}", USAGE)
     if (path := Path(source)).is_file():
         found, config = _of_trace(path, capacity, page_size, policy, limit)
     elif path.suffix in _OF_FILES or "/" in source:

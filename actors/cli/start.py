@@ -14,6 +14,7 @@ from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.actors.cli.start_for import EngineWishes, check_engine, start_for_engine
 from raydix.actors.cli.start_one import start_one, table_of_started
+from raydix.actors.cluster.settings_file import StandardInput
 
 _OF_ENGINES = "Of the engine"
 
@@ -83,7 +84,10 @@ def start(
         ),
     ] = False,
     file: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file with the fields of CacheConfig.")
+        Path | None,
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="YAML file with the fields of CacheConfig, or - for stdin."
+        ),
     ] = None,
     options: Annotated[
         list[str] | None,
@@ -154,16 +158,27 @@ def start(
         every_gpu_node,
     )
     check_engine(wishes)
+    source = StandardInput() if file == Path("-") else file
     if engine is not None:
         if count is not None:
             raise CommandError("--count does not go with --for: each rank has one cache", "--tensor-parallel N", USAGE)
         start_for_engine(
-            wishes, file, options or (), name, host_capacity, disk, worker_cpus, timeout_s, address, namespace, as_json
+            wishes,
+            source,
+            options or (),
+            name,
+            host_capacity,
+            disk,
+            worker_cpus,
+            timeout_s,
+            address,
+            namespace,
+            as_json,
         )
         return
     from raydix.actors.cluster.settings import load_settings
 
-    settings = load_settings(file, options=options or (), name=name, host_capacity=host_capacity, disk=disk)
+    settings = load_settings(source, options=options or (), name=name, host_capacity=host_capacity, disk=disk)
     join(address, namespace)
     from raydix.actors.cluster.placement import num_gpus
 

@@ -26,6 +26,7 @@ from raydix.schemas.shown import brief, byte_size, counted
 
 if TYPE_CHECKING:
     from raydix.actors.cluster.settings import Settings
+    from raydix.actors.cluster.settings_file import StandardInput
     from raydix.actors.engines.engine_kv import EngineKV
     from raydix.actors.engines.vllm.cache import EngineOptions
 
@@ -80,7 +81,7 @@ def check_engine(wishes: EngineWishes) -> None:
 
 def start_for_engine(
     wishes: EngineWishes,
-    file: Path | None,
+    file: Path | StandardInput | None,
     given: Iterable[str],
     name: str | None,
     host_capacity: str | None,
@@ -162,7 +163,9 @@ def start_for_engine(
     show(result, as_json, lambda: _report(result, options))
 
 
-def check_tiers(file: Path | None, given: Iterable[str], host_capacity: str | None, disk: str | None) -> None:
+def check_tiers(
+    file: Path | StandardInput | None, given: Iterable[str], host_capacity: str | None, disk: str | None
+) -> None:
     """Check that an engine's cache has a host tier only below a pool on a GPU, and a disk tier below host memory.
 
     Args:
@@ -204,7 +207,7 @@ def _settings_for(
     num_ranks: int,
     capacity: Capacity,
     wishes: EngineWishes,
-    file: Path | None,
+    file: Path | StandardInput | None,
     given: Iterable[str],
     name: str | None,
     host_capacity: str | None,

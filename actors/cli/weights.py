@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, cache_names, join
-from raydix.actors.cli.failures import UNREACHABLE, CommandError
+from raydix.actors.cli.failures import UNREACHABLE, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.actors.cluster.rank_names import group_ranks, missing_ranks, rank_name
 from raydix.schemas.shown import brief, shown
@@ -31,12 +31,26 @@ def weights(
     The label that a cache has already changes nothing. If there is no cache NAME, but NAME-tp0, NAME-tp1 and so on,
     the command acts on all of them in that order. If it fails at one of them, it can be repeated.
     """
+    if label is not None:
+        _check_label(label)
     join(address, namespace)
     handles = [
         (cache_name, cache_handle(cache_name, namespace)) for cache_name in _ranks_of(name, cache_names(namespace))
     ]
     rows = asyncio.run(_weights(handles, label))
     show(rows, as_json, lambda: "\n".join(map(_sentence, rows)))
+
+
+def _check_label(label: str) -> None:
+    from pydantic import ValidationError
+
+    from raydix.schemas.fingerprint import MAX_NAME, SetWeightsRequest
+
+    try:
+        SetWeightsRequest(label=label)
+    except ValidationError:
+        rule = f"LABEL must be a text of 1 to {MAX_NAME} characters in UTF-8"
+        raise CommandError(f"{rule}, not {brief(label)}", "raydix weights NAME step-200", USAGE) from None
 
 
 def _ranks_of(name: str, names: list[str]) -> list[str]:

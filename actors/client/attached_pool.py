@@ -231,8 +231,8 @@ class AttachedPool:
     ) -> None:
         """Write KV of one layer, `[n, num_kv_heads, dim]` each, into private slots of the caller's leases.
 
-        A layer with index keys takes `index`, `[n, index_head_dim]`. A sliding-window layer takes the lease's
-        `swa_slots`.
+        Values of another dtype are cast to the pool's. A layer with index keys takes `index`, `[n, index_head_dim]`. A
+        sliding-window layer takes the lease's `swa_slots`.
 
         Raises:
             InvalidRequest: there is no such layer or slot, a shape does not fit, index keys are missing or given to a
@@ -278,7 +278,8 @@ class AttachedPool:
     ) -> None:
         """Write KV of all layers, `[num_layers, n, num_kv_heads, dim]` each, into private slots of a lease.
 
-        Layers with index keys take `index`, `[num_layers, n, index_head_dim]`.
+        Values of another dtype are cast to the pool's. Layers with index keys take `index`,
+        `[num_layers, n, index_head_dim]`.
 
         Raises:
             InvalidRequest: the lease does not hold all the slots privately, a shape does not fit, index keys are

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ C = TypeVar("C")
 P = ParamSpec("P")
 
 _NONE = TokenIds(b"", 4)
+_AWAIT_IT = "await it, or `async with`"
 
 
 # The mark of a request on a lease: the published tokens that the lease knew of, and the request's number. Requests are
@@ -49,7 +50,8 @@ def make_ownership_error(lease: Any) -> CacheError:
     """Return the error for a lease of another client, or for an object that is no lease."""
     if isinstance(lease, Lease):
         return UnknownLease(f"lease {lease.lease_id!r} belongs to another client")
-    return InvalidRequest(f"lease must be a Lease, as `await client.acquire(...)` gives, not {type(lease).__name__}")
+    given = f"{type(lease).__name__}{f': {_AWAIT_IT}' if isinstance(lease, PendingLease) else ''}"
+    return InvalidRequest(f"lease must be a Lease, as `await client.acquire(...)` gives, not {given}")
 
 
 class Loaded(NamedTuple):
@@ -476,7 +478,13 @@ class PendingLease(Coroutine[Any, Any, Lease]):
         """Return the coroutine's name or frame, which asyncio shows for a task."""
         if name.startswith("cr_") or name in ("__name__", "__qualname__"):
             return getattr(self._coroutine, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"{name!r} is asked of a lease that was not awaited: {_AWAIT_IT}")
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(f"a lease that was not awaited is entered: {_AWAIT_IT}")
+
+    def __exit__(self, *error: object) -> None:
+        """Do nothing: it cannot be entered."""
 
     def __await__(self) -> Generator[Any, Any, Lease]:
         return self._coroutine.__await__()

@@ -32,7 +32,7 @@ from raydix.actors.cluster.capacity import (
     read_disk,
     read_tier_capacity,
 )
-from raydix.actors.cluster.settings_file import Key, SettingsError, read_value, read_yaml
+from raydix.actors.cluster.settings_file import Key, SettingsError, StandardInput, read_value, read_yaml
 from raydix.schemas import CacheConfig, PoolConfig
 from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.config import TierSizes
@@ -58,7 +58,7 @@ class Settings:
 
 
 def load_settings(
-    path: Path | str | None = None,
+    path: Path | StandardInput | str | None = None,
     *,
     environ: Mapping[str, str] | None = None,
     options: Iterable[str] = (),
@@ -71,7 +71,7 @@ def load_settings(
     """Return the combined settings of a file, the environment and options.
 
     Args:
-        path: a YAML file; None reads none.
+        path: a YAML file, or the standard input; None reads none.
         environ: variables, of which `RAYDIX_*` are read; None takes this process's.
         options: "key=value", with dots in the key; the value is YAML.
         name: base name of the caches; it overrides the other sources. None takes theirs.
@@ -110,7 +110,7 @@ def load_settings(
 
 
 def given_settings(
-    path: Path | str | None = None,
+    path: Path | StandardInput | str | None = None,
     *,
     environ: Mapping[str, str] | None = None,
     options: Iterable[str] = (),
@@ -132,7 +132,7 @@ def given_settings(
     places: dict[Key, str] = {}
     layers = (
         [(key, value, "the defaults") for key, value in (defaults or {}).items()],
-        read_yaml(Path(path), SECTIONS) if path is not None else (),
+        read_yaml(Path(path) if isinstance(path, str) else path, SECTIONS) if path is not None else (),
         _from_environment(os.environ if environ is None else environ),
         _from_options(options),
         [] if name is None else [(("name",), name, "--name")],
@@ -391,7 +391,9 @@ def _parsed(key: Key, text: str, place: str) -> Iterator[tuple[Key, Any, str]]:
         yield (*key, str(name)), below, place
 
 
-def _explained(error: ValidationError, places: Mapping[Key, str], path: Path | str | None) -> SettingsError:
+def _explained(
+    error: ValidationError, places: Mapping[Key, str], path: Path | StandardInput | str | None
+) -> SettingsError:
     """Return the first of pydantic's errors, with the place of its value and advice."""
     errors = error.errors(include_url=False)
     # A misspelt key also counts as missing.

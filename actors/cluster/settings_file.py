@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
+from io import BytesIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import yaml
 from yaml.composer import ComposerError
@@ -30,7 +32,23 @@ class SettingsError(ValueError):
         return str(self.args[0])
 
 
-def read_yaml(path: Path, sections: Collection[Key]) -> Iterator[tuple[Key, Any, str]]:
+class StandardInput:
+    """The standard input in the place of a settings file: it is read once, and may be opened again."""
+
+    def __init__(self) -> None:
+        self._data: bytes | None = None
+
+    def open(self, mode: Literal["rb"]) -> BytesIO:
+        """Return a file with the bytes of the input, at most one more than a settings file may have."""
+        if self._data is None:
+            self._data = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        return BytesIO(self._data)
+
+    def __str__(self) -> str:
+        return "stdin"
+
+
+def read_yaml(path: Path | StandardInput, sections: Collection[Key]) -> Iterator[tuple[Key, Any, str]]:
     """Yield each key of a file with its value and place, and the keys in `sections` one by one.
 
     Raises:
@@ -101,7 +119,11 @@ for _kind in ("int", "float"):
 
 
 def _items(
-    loader: yaml.SafeLoader, mapping: yaml.MappingNode, above: Key, sections: Collection[Key], path: Path
+    loader: yaml.SafeLoader,
+    mapping: yaml.MappingNode,
+    above: Key,
+    sections: Collection[Key],
+    path: Path | StandardInput,
 ) -> Iterator[tuple[Key, Any, str]]:
     _check_keys(mapping, ".".join(above), f"{path}, line ")
     for key_node, node in mapping.value:

@@ -34,6 +34,12 @@ def own_liveness_path() -> str | None:
     return _own[1]
 
 
+def process_id(path: str | None) -> int | None:
+    """Return the id that the process had which made a path by `own_liveness_path`; None without such a path."""
+    match = None if path is None else _PATH.fullmatch(path)
+    return None if match is None else int(match[2])
+
+
 class ProcessLiveness:
     """The life of a process, as seen from here. Get one by `find`."""
 

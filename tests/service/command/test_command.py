@@ -100,7 +100,10 @@ def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace
     (started,) = run_json("start", "-c", file, "--set", "pool.num_slots=128", *where)
     (again,) = run_json("start", "-c", file, "--set", "pool.num_slots=128", *where)
 
+    (from_stdin,) = run_json("start", "-c", "-", "--set", "pool.num_slots=128", *where, stdin=file.read_text())
+
     assert (started["name"], started["num_slots"], started["device"]) == ("chat-0", 128, "cpu")
+    assert (from_stdin["name"], from_stdin["reused"]) == ("chat-0", True)
     assert (started["reused"], again["reused"]) == (False, True)
     assert again["epoch"] == started["epoch"]
     mismatch = run_json("start", "-c", file, *where, exit_code=1)["error"]
@@ -301,6 +304,7 @@ def test_list_prints_the_kind_and_use_of_each_cache(busy: list[str]) -> None:
 
     assert (row["name"], row["state"], row["kind"], row["page_size"]) == ("kv-0", "ready", "radix", 8)
     assert (row["num_slots"], row["free_slots"], row["open_leases"], row["hit_rate"]) == (64, 40, 1, 0.0)
+    assert b"PrefixCacheActor" in Path(f"/proc/{row['pid']}/cmdline").read_bytes()
     text = run("list", *busy[1:]).stdout
     assert "kv-0" in text
     assert "37.5 %" in text
@@ -331,6 +335,25 @@ def test_doctor_prints_the_findings_of_this_node_and_of_each_cache(busy: list[st
     text = run("doctor", *busy[1:]).stdout
     assert f"this node  {node['node_id'][:8]}  " in text and f"kv-0       {node['node_id'][:8]}  " in text
     assert [finding for row in (node, cache) for finding in row["findings"] if f"  {finding}" not in text] == []
+
+
+def test_doctor_looks_at_the_named_caches_and_is_strict_if_it_is_asked(busy: list[str]) -> None:
+    name, *where = busy
+    cache = connect(name, namespace=where[1])
+
+    def add_finding(actor: Any, *findings: str) -> None:
+        actor._host.service.findings = findings
+
+    assert [row["name"] for row in run_json("doctor", name, *where)] == ["this node", name]
+    assert "no cache named 'kv-9' runs" in run("doctor", name, "kv-9", *where, exit_code=3).stderr
+    found = any(row["findings"] for row in run_json("doctor", *where))
+    run("doctor", name, "--strict", *where, exit_code=int(found))
+    ray.get(cache.__ray_call__.remote(add_finding, "it is planted"))
+    try:
+        assert "it is planted" in run("doctor", name, *where).stdout
+        assert "it is planted" in run("doctor", name, "--strict", *where, exit_code=1).stdout
+    finally:
+        ray.get(cache.__ray_call__.remote(add_finding))
 
 
 def test_doctor_compares_versions_before_it_asks_for_counts(busy: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,14 +442,41 @@ def test_explain_reads_a_list_an_array_or_stdin(busy: list[str], tmp_path: Path)
     [
         ("[1, 2", "Expecting ',' delimiter"),
         ('{"ids": [1]}', "not a list of token ids"),
-        ("[1, -2]", "negative"),
-        ("[]", "at least one token id"),
+        ("[1, -2]", "the token id at index 1 must be an integer in [0, 2**64), not -2"),
+        ('[1, 2, "a"]', "the token id at index 2 must be an integer in [0, 2**64), not 'a'"),
+        ("[true]", "the token id at index 0 must be an integer in [0, 2**64), not True"),
+        ("[1, 2.5]", "the token id at index 1 must be an integer in [0, 2**64), not 2.5"),
+        (f"[{2**64}]", f"the token id at index 0 must be an integer in [0, 2**64), not {2**64}"),
+        ("[]", "no token ids, but at least one is needed"),
+        ("[" * 100_000, "recursion"),
     ],
+    ids=lambda text: text[:40],
 )
-def test_explain_names_the_fault_of_the_tokens(busy: list[str], text: str, complaint: str) -> None:
-    exit_code = 2 if text in ("[1, 2", '{"ids": [1]}') else 1
+def test_explain_names_the_fault_of_the_tokens(text: str, complaint: str) -> None:
+    assert complaint in run("explain", "kv-0", "--tokens", "-", stdin=text, exit_code=2).stderr
 
-    assert complaint in run("explain", *busy, "--tokens", "-", stdin=text, exit_code=exit_code).stderr
+
+@pytest.mark.parametrize(
+    ("ids", "complaint"),
+    [
+        (np.array([1, 2, -3]), "at index 2 must be an integer in [0, 2**64), not -3"),
+        (np.array([1.0]), "at index 0 must be an integer in [0, 2**64), not 1.0"),
+        (np.array([[1]]), "at index 0 must be an integer in [0, 2**64), not [1]"),
+        (np.array(7), "not a list of token ids"),
+    ],
+    ids=str,
+)
+def test_explain_names_the_fault_of_an_array(tmp_path: Path, ids: Any, complaint: str) -> None:
+    np.save(tmp_path / "ids.npy", ids)
+
+    assert complaint in run("explain", "kv-0", "--tokens", tmp_path / "ids.npy", exit_code=2).stderr
+
+
+@pytest.mark.parametrize("label", ["", "a" * 257])
+def test_a_label_that_cannot_be_is_wrong_usage(label: str) -> None:
+    complaint = run("weights", "kv-0", label, exit_code=2).stderr
+
+    assert f"error: LABEL must be a text of 1 to 256 characters in UTF-8, not '{label[:20]}" in complaint
 
 
 def test_tree_draws_the_cached_tokens(busy: list[str]) -> None:
@@ -457,7 +507,6 @@ def test_weights_prints_the_label_and_names_another(namespace: str) -> None:
         assert run_json("weights", "kv-0", "step-1", *where) == run_json("weights", "kv-0", *where) == [named]
     assert run("weights", "kv-0", *where).stdout == f"kv-0: weights 'step-1', generation {named['generation']}\n"
     assert re.search("weights +step-1", run("stats", "kv-0", *where).stdout)
-    assert "label: " in run("weights", "kv-0", "", *where, exit_code=1).stderr
 
 
 @pytest.mark.long
@@ -535,6 +584,8 @@ def test_wrong_settings_are_reported_before_any_request_to_ray(tmp_path: Path) -
     result = run("start", "-c", file, exit_code=2)
 
     assert f"error: {file}, line 2: pol: no such key\n  try: pool?" in result.stderr
+    result = run("start", "-c", "-", stdin=file.read_text(), exit_code=2)
+    assert "error: stdin, line 2: pol: no such key\n  try: pool?" in result.stderr
 
 
 @pytest.mark.more

@@ -142,9 +142,11 @@ def test_replay_and_report_have_the_same_defaults(tmp_path: Path) -> None:
 
 
 def test_where_the_page_cannot_be_written_the_command_says_so(tmp_path: Path) -> None:
-    result = run("report", write_trace(tmp_path), "-o", tmp_path / "no" / "x.html", "--capacity", 2048, exit_code=2)
+    out = tmp_path / "no" / "x.html"
 
-    assert "No such file" in result.stderr
+    result = run("report", write_trace(tmp_path), "-o", out, "--capacity", 2048, exit_code=2)
+
+    assert f"error: --out {out}: there is no folder {out.parent}\n  try: mkdir -p {out.parent}" in result.stderr
 
 
 @pytest.mark.ray

@@ -124,7 +124,7 @@ def with_tiers(stats: CacheStats) -> CacheStats:
 
 @pytest.fixture(scope="module")
 async def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the page of an empty cache, of one with some traffic of every kind, and of one with tiers of every pool."""
+    """Return the pages of an empty cache, of one with some traffic of every kind, and of one with tiers."""
     folder = tmp_path_factory.mktemp("reports")
     async with LocalPrefixCache(CONFIG) as cache:
         (folder / "empty.html").write_text(render(cache.report(), CONFIG, "kv-0"), encoding="utf-8")

@@ -236,6 +236,23 @@ async def test_plain_calls_and_copies_see_the_same_bits(local: LocalPrefixCache,
         assert bits(*await mapped.read_kv(lease, lease.slots)) == bits(k, v)
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+async def test_values_of_another_dtype_are_cast_to_that_of_the_pool(
+    local: LocalPrefixCache, dtype: str, mapped: bool
+) -> None:
+    pool, lease = await local.attach_pool(mapped=mapped), await local.acquire(PROMPT)
+    k, v = (values.double() for values in random_kv(10, dtype, seed=6))
+    to = pool.layout.dtype
+
+    if mapped:
+        for layer in range(NUM_LAYERS):
+            pool.write(layer, lease.slots, k[layer], v[layer])
+    else:
+        await pool.write_kv(lease, lease.slots, k, v)
+
+    assert bits(*await pool.read_kv(lease, lease.slots)) == bits(k.to(to), v.to(to))
+
+
 async def test_a_write_goes_to_its_slots_and_to_no_others(local: LocalPrefixCache, dtype: str) -> None:
     pool = await local.attach_pool()
     lease = await local.acquire(PROMPT)

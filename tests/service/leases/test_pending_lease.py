@@ -45,6 +45,25 @@ async def test_it_is_awaited_or_entered(cache1: CacheUnderTest) -> None:
     assert await cache1.pages() == Pages(free=8)
 
 
+async def test_used_without_await_it_says_what_to_do(cache1: CacheUnderTest) -> None:
+    client = cache1.client
+    pending: Any = client.acquire([1, 2])
+
+    for use, error in (
+        (lambda: pending.slots, AttributeError),
+        (lambda: pending.insert([1, 2]), AttributeError),
+        (lambda: pending.__enter__(), TypeError),
+    ):
+        with pytest.raises(error, match="await it, or `async with`"):
+            use()
+    with pytest.raises(InvalidRequest, match="not PendingLease: await it, or `async with`"):
+        await client.release(pending)
+
+    assert not hasattr(pending, "prefix_len")
+    await (await pending).release()
+    assert await cache1.pages() == Pages(free=8)
+
+
 async def test_lock_and_adopt_are_entered_too(cache1: CacheUnderTest) -> None:
     async with cache1.client.lock([1, 2]) as locked:
         assert len(locked) == 0
