@@ -242,7 +242,7 @@ class CacheService:
         )
         self.bindings.disk = cache
         disk.may_begin = lambda: not self.wait_queue.waiting
-        self._unbound = UnboundNamespaces(lambda namespace: self._models_of(namespace) is not None)
+        self._unbound = UnboundNamespaces(lambda namespace: self.bindings.models_of(namespace) is not None)
         self.core.observers.append(self._unbound)
         return disk
 
