@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shlex
 import stat
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from raydix.actors.tiers.disk_errors import FolderInUse
-from raydix.actors.tiers.disk_index import INDEX, INDEX_FILES
+from raydix.actors.tiers.disk_index import APPLICATION, INDEX, INDEX_FILES
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.record_file import DirectIO
 from raydix.cache_core.tiers.page_records import Kind
@@ -33,6 +34,9 @@ RECORDS: dict[Kind, str] = {"full": "pages.bin", "swa": "windows.bin", "state": 
 PREDECESSOR_S = 10.0  # seconds that a cache waits for the one before it, which may still write
 
 _LOCK = "lock"
+_LAYOUT = re.compile(r"[0-9a-f]{16}")  # the name of the folder of a layout
+_LOCK_TEXT = re.compile(rb"([1-9][0-9]{0,9}\n)?")
+_SQLITE = b"SQLite format 3\0"  # at the start of a database; the number of its application has 4 bytes at 68
 _POLL_S = 0.1
 _OWN_S = 1.0  # seconds that a cache waits for another one of its process, of which threads may still end
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -47,7 +51,7 @@ _NETWORK = {  # f_type of statfs -> name of a file system on other machines
 }
 
 
-_own_locks: set[tuple[int, int]] = set()  # device and inode of the locks that this process has
+_own_locks: set[tuple[int, int, int]] = set()  # device and inode of the locks that this process has, and its pid
 
 
 class DiskFolder:
@@ -74,6 +78,7 @@ class DiskFolder:
         self._calls = calls or FileCalls()
         self._top, self._cache = path, cache
         self._lock_fd: int | None = None
+        self._pid = 0  # of the process that took the lock
         top = _open_top(path)
         try:
             self._check_file_system(path, top, direct_io)
@@ -111,15 +116,16 @@ class DiskFolder:
                 raise _unusable(os.path.join(self.path, _LOCK), error.strerror or str(error)) from error
             try:
                 if not _try_lock(fd, fcntl.LOCK_EX):
-                    raise FolderInUse(self.path, _pid_in(fd), _id_of(fd) in _own_locks)
+                    raise FolderInUse(self.path, _user_of(fd), (*_id_of(fd), os.getpid()) in _own_locks)
                 if _is_there(self.fd, fd):  # `clear` removes the file while it has the lock.
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, b"%d\n" % os.getpid(), 0)
-                    _own_locks.add(_id_of(fd))
+                    self._pid = os.getpid()
+                    _own_locks.add((*_id_of(fd), self._pid))
                     self._lock_fd, fd = fd, -1
             finally:
                 if fd >= 0:
-                    os.close(fd)
+                    _unlock(fd)
 
     def wait_for_lock(self, timeout_s: float = PREDECESSOR_S, is_given_up: Callable[[], bool] = lambda: False) -> None:
         """Take the folder for this process, when the process that has it has ended. Call it in a thread.
@@ -141,12 +147,18 @@ class DiskFolder:
                 return
 
     def close(self) -> None:
-        """Give the folder back. Its files must be closed. A second call has no effect."""
+        """Give the folder back. Its files must be closed. A second call has no effect.
+
+        A forked process only closes its descriptors: the lock stays that of the process which took it.
+        """
         if self._lock_fd is not None:
-            _own_locks.discard(_id_of(self._lock_fd))
-        for fd in (self._lock_fd, self.fd):
-            if fd is not None and fd >= 0:
-                os.close(fd)
+            if self._pid == os.getpid():
+                _own_locks.discard((*_id_of(self._lock_fd), self._pid))
+                _unlock(self._lock_fd)
+            else:
+                os.close(self._lock_fd)
+        if self.fd >= 0:
+            os.close(self.fd)
         self._lock_fd, self.fd = None, -1
 
     # ---------------------------------------------------------------- room
@@ -193,7 +205,7 @@ class FolderFacts(NamedTuple):
         num_bytes: that its files take on the disk.
         used_at: seconds since the epoch: the last change of its index, or of its lock.
         is_locked: whether a process uses it.
-        pid: of that process, if it is known.
+        pid: of that process, if it is known to live and to have the lock.
     """
 
     cache: str
@@ -213,16 +225,16 @@ class Cleared(NamedTuple):
 
 
 def list_folders(path: str) -> list[FolderFacts]:
-    """Return the folders of disk tiers below a path, by name. Folders of other users and other things are left out.
+    """Return the folders of disk tiers below a path, by name. Folders of other users and programs are left out.
 
     Raises:
         CacheUnavailable: `path` cannot be read.
     """
-    return [_facts_of(path, name, layout, fd) for name, layout, fd in _folders_below(path)]
+    return [_facts_of(path, name, layout, fd) for name, layout, fd, _ in _folders_below(path)]
 
 
 def clear(path: str, cache: str | None = None, layout: str | None = None) -> Cleared:
-    """Remove the files of disk tiers below a path, and their folders, unless processes use them.
+    """Remove the files of disk tiers below a path, and their folders, unless processes use them. Other files stay.
 
     Args:
         cache: only those of this cache; None: of all.
@@ -232,25 +244,47 @@ def clear(path: str, cache: str | None = None, layout: str | None = None) -> Cle
         CacheUnavailable: `path` cannot be read.
     """
     done = Cleared([], [])
-    for name, digest, fd in _folders_below(path):
+    for name, digest, fd, above in _folders_below(path):
         if cache not in (None, unquote(name)) or layout not in (None, digest):
             continue
         facts = _facts_of(path, name, digest, fd)
         (done.removed if _remove_files(fd) else done.in_use).append(facts)
         with suppress(OSError):  # It is in use, or files of others are in it.
-            os.rmdir(facts.path)
-            os.rmdir(os.path.dirname(facts.path))
+            os.rmdir(digest, dir_fd=above)
+            os.rmdir(os.path.join("..", name), dir_fd=above)
     return done
 
 
 @contextmanager
-def locked(facts: FolderFacts) -> Iterator[bool]:
-    """Keep caches from using a folder for a while; yield whether none uses it. Nothing is written."""
-    fd = os.open(os.path.join(facts.path, _LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+def locked(facts: FolderFacts) -> Iterator[int | None]:
+    """Keep caches from using a folder for a while. Files that SQLite adds to read the index are removed at the end.
+
+    Yields:
+        The descriptor of the folder; None: a process uses it.
+    """
+    above, layout = os.path.split(facts.path)
+    path, name = os.path.split(above)
+    top = _open_top(path)
     try:
-        yield _try_lock(fd, fcntl.LOCK_EX)
+        with _opened(top, name) as parent, _opened(parent, layout) as folder:
+            if folder is None or not _is_ours(folder):
+                raise _unusable(facts.path, "it has been replaced meanwhile")
+            lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                if not _try_lock(lock, fcntl.LOCK_EX) or not _is_there(folder, lock):
+                    yield None
+                    return
+                before = [name for name, _ in _files_of(folder)]
+                try:
+                    yield folder
+                finally:
+                    for name in set(INDEX_FILES).difference(before):
+                        with suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=folder)
+            finally:
+                _unlock(lock)
     finally:
-        os.close(fd)
+        os.close(top)
 
 
 def _remove_files(folder: int) -> bool:
@@ -260,26 +294,55 @@ def _remove_files(folder: int) -> bool:
         if not _try_lock(lock, fcntl.LOCK_EX) or not _is_there(folder, lock):
             return False
         for name in (*INDEX_FILES, *RECORDS.values(), _LOCK):  # first the index, without which records are unused
-            with suppress(FileNotFoundError):
+            if _is_file(folder, name):
                 os.unlink(name, dir_fd=folder)
         os.fsync(folder)
         return True
     finally:
-        os.close(lock)
+        _unlock(lock)
 
 
-def _folders_below(path: str) -> Iterator[tuple[str, str, int]]:
-    """Yield each folder that has a lock: the names of the folder above and of its own, and its descriptor."""
+def _folders_below(path: str) -> Iterator[tuple[str, str, int, int]]:
+    """Yield each folder of a disk tier: the names of the folder above and of its own; its descriptor, and that above."""
     top = _open_top(path)
     try:
         for name in sorted(os.listdir(top)):
             with _opened(top, name) as above:
-                for layout in [] if above is None else sorted(os.listdir(above)):
+                for layout in [] if above is None else filter(_LAYOUT.fullmatch, sorted(os.listdir(above))):
                     with _opened(above, layout) as folder:
-                        if folder is not None and _is_file(folder, _LOCK):
-                            yield name, layout, folder
+                        if folder is not None and above is not None and _is_ours(folder):
+                            yield name, layout, folder, above
     finally:
         os.close(top)
+
+
+def _is_ours(folder: int) -> bool:
+    """Return whether a folder is that of a disk tier. No database is opened for it."""
+    try:
+        lock, index = _start_of(folder, _LOCK), _start_of(folder, INDEX) or b""
+    except OSError:  # such as a link, or a file of another user
+        return False
+    if lock is None or not _LOCK_TEXT.fullmatch(lock):
+        return False
+    if index.startswith(_SQLITE):
+        return int.from_bytes(index[68:72], "big") == APPLICATION
+    return any(_is_file(folder, name) for name in RECORDS.values())
+
+
+def _start_of(folder: int, name: str) -> bytes | None:
+    """Return the first bytes of a file; None: it is not there.
+
+    Raises:
+        OSError: it is no file, or cannot be read.
+    """
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.pread(fd, 100, 0)
+    finally:
+        os.close(fd)
 
 
 @contextmanager
@@ -300,9 +363,9 @@ def _facts_of(path: str, name: str, layout: str, folder: int) -> FolderFacts:
     lock = os.open(_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         is_locked = not _try_lock(lock, fcntl.LOCK_SH)
-        pid = _pid_in(lock) if is_locked else None
+        pid = _user_of(lock) if is_locked else None
     finally:
-        os.close(lock)
+        _unlock(lock)
     changes = [facts.st_mtime for file, facts in _files_of(folder) if file.startswith((INDEX, _LOCK))]
     place, used_at = os.path.join(path, name, layout), max(changes, default=0.0)
     return FolderFacts(unquote(name), layout, place, _used_bytes(folder), used_at, is_locked, pid)
@@ -344,9 +407,27 @@ def _id_of(fd: int) -> tuple[int, int]:
     return facts.st_dev, facts.st_ino
 
 
-def _pid_in(fd: int) -> int | None:
+def _unlock(fd: int) -> None:
+    """Give back the lock that a file may have, and close it: a forked process still has a copy of the descriptor."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def _user_of(fd: int) -> int | None:
+    """Return the pid in a locked file if that process lives and has the lock; None: another process has it."""
     text = os.pread(fd, 32, 0).strip()
-    return int(text) if text.isdigit() else None
+    if not text.isdigit() or not os.path.exists(f"/proc/{int(text)}"):
+        return None
+    device, inode = _id_of(fd)
+    place = f"{os.major(device):02x}:{os.minor(device):02x}:{inode}"
+    try:
+        with open("/proc/locks", encoding="ascii") as locks:
+            # "5: FLOCK  ADVISORY  WRITE 4711 08:02:1234 0 EOF"; a line of a process that waits has "->" behind its number
+            found = [line.split() for line in locks]
+    except OSError:
+        return None
+    is_it = any(parts[1] == "FLOCK" and parts[4:6] == [text.decode(), place] for parts in found)
+    return int(text) if is_it else None
 
 
 def _is_there(folder: int, lock: int) -> bool:

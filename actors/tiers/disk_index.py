@@ -15,8 +15,11 @@ import os
 import re
 import sqlite3
 import stat
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import py_object, pythonapi
 from math import isfinite
 from time import time
 from typing import Any, NamedTuple
@@ -38,9 +41,11 @@ ROW_BYTES = 300  # reserved for a row and its place in the order, without token 
 
 
 _NEW = "index.new"
+_LOG = "-wal"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")  # endings of the files that SQLite makes
 INDEX_FILES = tuple(name + suffix for name in (INDEX, _NEW) for suffix in _SUFFIXES)
-_APPLICATION = 0x52594458  # "RYDX", in the header of the file
+APPLICATION = 0x52594458  # "RYDX", in the header of the file
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILLER_BYTES = 64 * 2**20  # bytes of one blob
 _ROWS_OF_PAGE = 8  # least rows of a full page of the database
 _SLACK = 1.5  # A database of many changes is two thirds full.
@@ -158,7 +163,8 @@ class DiskIndex:
 
     Args:
         path: of the folder.
-        layout: of the records; None: the index must be there, and may be of any layout.
+        layout: of the records; None: the index must be there, may be of any layout, and is only read.
+        folder: descriptor of the folder, of which the index must be; None: the folder that the path names.
         room: bytes that a new index reserves, as of `index_bytes`.
         last_space: number of the last space of the index before; a new index goes on from there.
         calls: of the operating system.
@@ -169,7 +175,7 @@ class DiskIndex:
         num_bad_rows: rows and spaces that are none of this format, so far, and the rows of these spaces.
 
     Raises:
-        CacheUnavailable: the index is of another layout or version, or there is no room for it.
+        CacheUnavailable: the index is of another layout or version, is not that of the folder, or has no room.
         IndexDamaged: the file is no database, or a malformed one. `discard` removes it.
         DiskError: it could not be read or written.
     """
@@ -179,6 +185,7 @@ class DiskIndex:
         path: str,
         layout: IndexLayout | None,
         *,
+        folder: int | None = None,
         room: int = 0,
         last_space: int = 0,
         calls: FileCalls | None = None,
@@ -187,30 +194,44 @@ class DiskIndex:
         self.num_bad_rows = 0
         self._past_orphans = 0  # spaces up to here have no orphans
         self._bad_spaces: set[int] = set()
-        if not _exists(path):
-            if layout is None:
-                raise CacheUnavailable(f"{path} has no index of a disk tier")
-            self._create(path, layout, room, last_space)
-        self._db = self._connect(os.path.join(path, INDEX))
-        try:
-            self.layout = self._read_layout(layout)
-            self._live = {space.number for space in self.spaces()}
-            self.last_space = max(self._live, default=last_space)
-        except BaseException:
-            self._db.close()
-            raise
+        with _folder_of(path, folder) as fd:
+            if not _exists(fd):
+                if layout is None:
+                    raise CacheUnavailable(f"{path} has no index of a disk tier")
+                self._create(path, fd, layout, room, last_space)
+            before = _held_files(INDEX + _LOG)
+            self._db = self._connect(path, fd, INDEX, "ro" if layout is None else "rw")
+            try:
+                if layout is not None:
+                    self._set_up(self._db)
+                self.layout = self._read_layout(layout)
+                self._live = {space.number for space in self.spaces()}
+                self.last_space = max(self._live, default=last_space)
+                if opened := _held_files(INDEX + _LOG) - before:
+                    _check_held(path, fd, INDEX + _LOG, opened)
+            except BaseException:
+                self._db.close()
+                raise
+        self._pid = os.getpid()
+        _indexes.add(self)
 
     @staticmethod
-    def discard(path: str) -> None:
+    def discard(path: str, folder: int | None = None) -> None:
         """Remove the index of a folder that nothing has open. Its records are unused from then on."""
-        for name in INDEX_FILES:
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(path, name))
+        with _folder_of(path, folder) as fd:
+            for name in INDEX_FILES:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
 
     def close(self) -> None:
-        """Close the index. All commits are kept."""
-        with _typed("closing the index"):
-            self._db.close()
+        """Close the index. All commits are kept. In a forked process it has no effect."""
+        if self._pid == os.getpid():
+            with _typed("closing the index"):
+                self._db.close()
+
+    def _keep_open(self) -> None:
+        """Keep a forked process from closing its copy: SQLite would remove the log that the other process writes."""
+        pythonapi.Py_IncRef(py_object(self._db))
 
     # ---------------------------------------------------------------- spaces
 
@@ -401,32 +422,42 @@ class DiskIndex:
                         self._db.execute("ROLLBACK")
                 raise
 
-    def _connect(self, path: str) -> sqlite3.Connection:
+    def _connect(self, path: str, folder: int, name: str, mode: str) -> sqlite3.Connection:
+        """Open a database of a folder. Nothing is read or written before it is known to be that of the folder.
+
+        SQLite opens files by paths alone, and follows links in them.
+        """
         with _typed("opening the index"):
-            db = self._calls.connect(path)
+            before = _held_files(name)
+            db = self._calls.connect(os.path.join(path, name), mode)
             try:
                 # Text that is not UTF-8 is no error of all the rows that are read with it.
                 db.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
-                # Only this process uses the database: the index of its log needs no shared memory.
-                db.execute("PRAGMA locking_mode=EXCLUSIVE").fetchall()
-                (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
-                if mode != "wal":
-                    raise DiskFailed(f"opening the index failed: it has the journal mode {mode!r} and no log")
-                db.execute("PRAGMA synchronous=NORMAL")
-                for pragma in ("temp_store=MEMORY", "trusted_schema=OFF", "cell_size_check=ON"):
+                _check_held(path, folder, name, _held_files(name) - before)
+                for pragma in ("trusted_schema=OFF", "cell_size_check=ON"):
                     db.execute(f"PRAGMA {pragma}")
-                db.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}").fetchall()
             except BaseException:
                 db.close()
                 raise
         return db
+
+    def _set_up(self, db: sqlite3.Connection) -> None:
+        with _typed("opening the index"):
+            # Only this process uses the database: the index of its log needs no shared memory.
+            db.execute("PRAGMA locking_mode=EXCLUSIVE").fetchall()
+            (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
+            if mode != "wal":
+                raise DiskFailed(f"opening the index failed: it has the journal mode {mode!r} and no log")
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute("PRAGMA temp_store=MEMORY")
+            db.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}").fetchall()
 
     def _read_layout(self, expected: IndexLayout | None) -> IndexLayout:
         """Return the layout of the index, which must be the expected one, if there is one."""
         with _typed("reading the index"):
             application = self._db.execute("PRAGMA application_id").fetchone()[0]
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if application != _APPLICATION:
+            if application != APPLICATION:
                 raise IndexDamaged("reading the index failed: the file is a database of another program")
             if version != FORMAT:
                 raise CacheUnavailable(
@@ -447,23 +478,23 @@ class DiskIndex:
             )
         return found[0]
 
-    def _create(self, path: str, layout: IndexLayout, room: int, last_space: int) -> None:
+    def _create(self, path: str, folder: int, layout: IndexLayout, room: int, last_space: int) -> None:
         """Make an index with room for its rows. It appears when it is whole."""
-        self.discard(path)
-        new = os.path.join(path, _NEW)
+        self.discard(path, folder)
         try:
             with _typed("making the index"):
-                os.close(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-                db = self._calls.connect(new)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                os.close(os.open(_NEW, flags, 0o600, dir_fd=folder))
+                db = self._connect(path, folder, _NEW, "rw")
                 try:
                     self._fill(db, layout, room, last_space)
                 finally:
                     db.close()
-                _sync(new)
-                os.rename(new, os.path.join(path, INDEX))
-                _sync(path)
+                _sync(folder, _NEW)
+                os.rename(_NEW, INDEX, src_dir_fd=folder, dst_dir_fd=folder)
+                os.fsync(folder)
         except DiskFull as error:
-            self.discard(path)
+            self.discard(path, folder)
             raise CacheUnavailable(f"the disk cannot be used: no room for the index of {byte_size(room)}") from error
 
     def _fill(self, db: sqlite3.Connection, layout: IndexLayout, room: int, last_space: int) -> None:
@@ -471,7 +502,7 @@ class DiskIndex:
         db.execute(f"PRAGMA page_size={_page_bytes(layout.page_size)}")
         db.execute("PRAGMA journal_mode=OFF").fetchall()
         db.execute("PRAGMA synchronous=OFF")
-        db.execute(f"PRAGMA application_id={_APPLICATION}")
+        db.execute(f"PRAGMA application_id={APPLICATION}")
         db.execute(f"PRAGMA user_version={FORMAT}")
         db.execute("BEGIN")
         db.execute("CREATE TABLE filler (bytes BLOB)")
@@ -506,15 +537,38 @@ def _parts_of(layout: IndexLayout) -> dict[str, Any]:
     return parts if isinstance(parts, dict) else {}
 
 
-def _exists(path: str) -> bool:
+_indexes: weakref.WeakSet[DiskIndex] = weakref.WeakSet()  # of this process
+
+
+def _keep_open_in_child() -> None:
+    for index in _indexes:
+        index._keep_open()
+
+
+os.register_at_fork(after_in_child=_keep_open_in_child)
+
+
+@contextmanager
+def _folder_of(path: str, folder: int | None) -> Iterator[int]:
+    """Yield a descriptor of a folder: the one that the caller has, or one that is open for the block."""
+    if folder is not None:
+        yield folder
+        return
+    fd = os.open(path, _FOLDER)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _exists(folder: int) -> bool:
     """Return whether a folder has an index, which must be a file of this user, as its log must."""
-    names = [INDEX + suffix for suffix in _SUFFIXES]
-    for name in names:
+    for name in (INDEX + suffix for suffix in _SUFFIXES):
         with suppress(FileNotFoundError):
-            facts = os.lstat(os.path.join(path, name))
+            facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
                 raise CacheUnavailable(f"the disk cannot be used: {name} must be a file of this user: remove it")
-    return os.path.exists(os.path.join(path, INDEX))
+    return INDEX in os.listdir(folder)
 
 
 def _is_text(value: object) -> bool:
@@ -543,9 +597,38 @@ def _space_of(values: tuple[Any, ...]) -> Space | None:
     return Space(number, namespace, base, adapter, label, arity, created) if is_good else None
 
 
-def _sync(path: str) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _held_files(name: str) -> Counter[tuple[int, int]]:
+    """Count the descriptors that this process has of files of a name, by the device and inode of the file."""
+    held: Counter[tuple[int, int]] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        link = f"/proc/self/fd/{fd}"
+        with suppress(OSError):  # It has been closed meanwhile.
+            if os.path.basename(os.readlink(link)) == name:
+                facts = os.stat(link)
+                held[facts.st_dev, facts.st_ino] += 1
+    return held
+
+
+def _check_held(path: str, folder: int, name: str, opened: Counter[tuple[int, int]]) -> None:
+    """Raise CacheUnavailable if the file of the folder is not among those that have been opened."""
+    try:
+        facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        raise _replaced(path, name) from None
+    if (facts.st_dev, facts.st_ino) not in opened:
+        raise _replaced(path, name)
+
+
+def _replaced(path: str, name: str) -> CacheUnavailable:
+    return CacheUnavailable(
+        f"the disk cannot be used: {os.path.join(path, name)} is not the file of the folder that was locked: a part "
+        "of its path has been replaced, such as by a link; restore the folder"
+    )
+
+
+def _sync(folder: int, name: str) -> None:
+    """Wait until a file of a folder is on the disk."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.fsync(fd)
     finally:

@@ -56,14 +56,16 @@ def _facts_of(facts: FolderFacts) -> DiskFacts:
     if facts.is_locked:
         return DiskFacts(facts)
     try:
-        with locked(facts) as is_ours:
-            return _read(facts) if is_ours else DiskFacts(facts._replace(is_locked=True))  # a cache has just begun
+        with locked(facts) as folder:
+            if folder is None:  # a cache has just begun
+                return DiskFacts(facts._replace(is_locked=True))
+            return _read(facts, folder)
     except (CacheUnavailable, DiskError, OSError) as error:
         return DiskFacts(facts, fault=str(error))
 
 
-def _read(facts: FolderFacts) -> DiskFacts:
-    index = DiskIndex(facts.path, None)
+def _read(facts: FolderFacts, folder: int) -> DiskFacts:
+    index = DiskIndex(facts.path, None, folder=folder)
     try:
         strides = _strides_of(index.layout)
         spaces = []

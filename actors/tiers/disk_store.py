@@ -133,7 +133,7 @@ class DiskStore:
                 )
                 opened.callback(self.files[kind].close)
             try:
-                self.index = DiskIndex(self.folder.path, index_layout, room=room, calls=calls)
+                self.index = DiskIndex(self.folder.path, index_layout, folder=self.folder.fd, room=room, calls=calls)
             except IndexDamaged as error:
                 logger.warning("the index of %s is damaged, so its records are lost: %s", self.folder.path, error)
                 self._renew_index(last_space=0)
@@ -164,9 +164,15 @@ class DiskStore:
 
     def _renew_index(self, last_space: int) -> None:
         self.was_damaged = True
-        path = self.folder.path
-        DiskIndex.discard(path)
-        self.index = DiskIndex(path, self._index_layout, room=self._room, last_space=last_space, calls=self._calls)
+        DiskIndex.discard(self.folder.path, self.folder.fd)
+        self.index = DiskIndex(
+            self.folder.path,
+            self._index_layout,
+            folder=self.folder.fd,
+            room=self._room,
+            last_space=last_space,
+            calls=self._calls,
+        )
 
     def close(self) -> None:
         """Close the files, and give the folder back. No thread may be reading or writing. It may be repeated."""

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from urllib.parse import quote
 
 _STATFS_BYTES = 256  # more than the structure has on any machine
 
@@ -56,9 +57,14 @@ class FileCalls:
         facts = os.fstatvfs(fd)
         return facts.f_bavail * facts.f_frsize
 
-    def connect(self, path: str) -> sqlite3.Connection:
-        """Open a database; transactions are begun by hand. One thread at a time may use the connection."""
-        return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+    def connect(self, path: str, mode: str = "rw") -> sqlite3.Connection:
+        """Open a database that is there; transactions are begun by hand. One thread at a time may use the connection.
+
+        Args:
+            mode: "rw", or "ro": it is only read.
+        """
+        uri = f"file:{quote(os.fsencode(path))}?mode={mode}"
+        return sqlite3.connect(uri, uri=True, timeout=0, isolation_level=None, check_same_thread=False)
 
 
 @cache

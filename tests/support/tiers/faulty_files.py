@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from raydix.actors.tiers.file_calls import FileCalls
 
@@ -111,7 +112,7 @@ class FaultyFileCalls(FileCalls):
     def free_bytes(self, fd: int) -> int:
         return super().free_bytes(fd) if self.free is None else self.free
 
-    def connect(self, path: str) -> sqlite3.Connection:
+    def connect(self, path: str, mode: str = "rw") -> sqlite3.Connection:
         calls = self
 
         class FaultyConnection(sqlite3.Connection):
@@ -123,7 +124,10 @@ class FaultyFileCalls(FileCalls):
                 calls.meet(sql.split()[0])
                 return super().executemany(sql, parameters)
 
-        return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=FaultyConnection)
+        uri = f"file:{quote(path)}?mode={mode}"
+        return sqlite3.connect(
+            uri, uri=True, timeout=0, isolation_level=None, check_same_thread=False, factory=FaultyConnection
+        )
 
 
 def _fail(name: str, code: int) -> None:

@@ -245,8 +245,8 @@ def test_a_deletion_is_on_the_disk_when_it_returns_and_commits_are_not_waited_fo
     statements: list[str] = []
 
     class Traced(FileCalls):
-        def connect(self, path: str) -> sqlite3.Connection:
-            connection = super().connect(path)
+        def connect(self, path: str, mode: str = "rw") -> sqlite3.Connection:
+            connection = super().connect(path, mode)
             connection.set_trace_callback(statements.append)
             return connection
 
@@ -395,8 +395,8 @@ def test_a_commit_that_fails_is_absent_and_the_next_one_works(
 
 def test_a_database_that_is_full_is_a_typed_error(opened: Callable[..., DiskIndex]) -> None:
     class Small(FileCalls):
-        def connect(self, path: str) -> sqlite3.Connection:
-            connection = super().connect(path)
+        def connect(self, path: str, mode: str = "rw") -> sqlite3.Connection:
+            connection = super().connect(path, mode)
             connection.execute("PRAGMA max_page_count = 20")
             return connection
 
