@@ -303,7 +303,7 @@ def _remove_files(folder: int) -> bool:
 
 
 def _folders_below(path: str) -> Iterator[tuple[str, str, int, int]]:
-    """Yield each folder of a disk tier: the names of the folder above and of its own; its descriptor, and that above."""
+    """Yield each folder of a disk tier: the names of the folder above and of its own, and descriptors: its own, above."""
     top = _open_top(path)
     try:
         for name in sorted(os.listdir(top)):
@@ -422,7 +422,7 @@ def _user_of(fd: int) -> int | None:
     place = f"{os.major(device):02x}:{os.minor(device):02x}:{inode}"
     try:
         with open("/proc/locks", encoding="ascii") as locks:
-            # "5: FLOCK  ADVISORY  WRITE 4711 08:02:1234 0 EOF"; a line of a process that waits has "->" behind its number
+            # "5: FLOCK  ADVISORY  WRITE 4711 08:02:1234 0 EOF"; one that waits has "->" behind its number.
             found = [line.split() for line in locks]
     except OSError:
         return None
