@@ -303,7 +303,7 @@ def _remove_files(folder: int) -> bool:
 
 
 def _folders_below(path: str) -> Iterator[tuple[str, str, int, int]]:
-    """Yield each folder of a disk tier: the names of the folder above and of its own, and descriptors: its own, above."""
+    """Yield the folders of disk tiers: the names of the one above and of its own; its descriptor, and the other's."""
     top = _open_top(path)
     try:
         for name in sorted(os.listdir(top)):
