@@ -80,11 +80,11 @@ async def test_a_disk_of_which_no_read_succeeds_is_stalled(tmp_path: Path, caplo
         now[0] += 31
         assert await load(rig, PROMPT) == 0
         assert caplog.text.count(LINE) == 2
-        stats = disk_stats(rig.disk)
+        stats = disk_stats(rig.disk, 0)
         assert "ended after 0 of" in str(stats.last_error) and stats.failed_reads == 4
         assert "reads of the disk fail, the last one 0" in disk_finding(stats)
         now[0] += 700
-        assert disk_finding(disk_stats(rig.disk)) == ""
+        assert disk_finding(disk_stats(rig.disk, 0)) == ""
 
         put_back(tmp_path, whole)
         assert await load(rig, OTHER) == 16
