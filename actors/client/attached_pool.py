@@ -255,8 +255,8 @@ class AttachedPool:
 
         A layer with index keys also returns these, `[n, index_head_dim]`.
 
-        They belong to the lease's tokens if the lease has not expired by then, which its next verb would raise.
-        Allocating large tensors takes several times as long as the copy: pass `out` to gather often.
+        They belong to the lease's tokens if the lease has not expired by then, which `insert` or `confirm_open` would
+        raise. Allocating large tensors takes several times as long as the copy: pass `out` to gather often.
 
         Raises:
             InvalidRequest: there is no such layer or slot, `out` does not fit, or the pool is not mapped.

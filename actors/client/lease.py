@@ -238,6 +238,22 @@ class Lease:
         """
         return await self.client.extend(self, num_tokens, timeout_s=timeout_s)
 
+    async def confirm_open(self) -> None:
+        """Ask the cache whether the lease is open: then the KV read from its slots so far is that of its tokens.
+
+        A process that stands still for longer than `session_ttl_s` loses its leases, and others may write their pages
+        before it goes on. So call this after a read of mapped memory that no other verb follows. `release` confirms
+        nothing. It changes nothing, waits for no slots, and also works while the cache drains.
+
+        Raises:
+            UnknownLease: the lease has ended, so the read KV may be of other tokens.
+            LeaseExpired: as UnknownLease, with its session.
+            StaleEpoch: as UnknownLease, with the cache's life.
+            CacheUnavailable: the cache does not answer: it may have ended.
+            InvalidRequest: an `extend` of the lease has not returned yet.
+        """
+        await self.client.confirm_open(self)
+
     async def grant(self, *, timeout_s: float | None = None) -> LeaseGrant:
         """Offer the lease to another client, which owns it once it has adopted the grant. This object ends.
 
@@ -321,11 +337,19 @@ class Lease:
         """Whether a caller may still write its slots: the lease has not ended, and no verb has raised its loss."""
         return not self._ended and not self._has_raised_loss
 
+    def _check_not_extending(self) -> None:
+        if self._extending:
+            raise InvalidRequest(f"lease {self.lease_id!r} is being extended: await that first")
+
+    def settled_size(self) -> tuple[int, int]:
+        """Return the numbers of tokens and of pages that the lease covers; InvalidRequest if it is being extended."""
+        self._check_not_extending()
+        return self._held.num_slots, len(self._held.starts)
+
     @contextmanager
     def hand_over(self) -> Iterator[None]:
         """Mark this object as ended while the block offers the lease; if the block fails, the object is as before."""
-        if self._extending:
-            raise InvalidRequest(f"lease {self.lease_id!r} is being extended: await that first")
+        self._check_not_extending()
         self._ended = True
         try:
             yield

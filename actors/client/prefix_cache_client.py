@@ -419,6 +419,16 @@ class PrefixCacheClient:
                 response = checked_response(ExtendResponse, await self.session.ask_for_lease(request))
             return lease.on_extend(response, known_pages, number, request.num_slots, num_tokens)
 
+    async def confirm_open(self, lease: Lease) -> None:
+        """`Lease.confirm_open`: an `extend` to the lease's own size. An empty lease has nothing to confirm."""
+        self.check_lease(lease)
+        num_slots, num_pages = lease.settled_size()
+        if num_slots:
+            request = make_request(
+                ExtendRequest, lease_id=lease.lease_id, num_slots=num_slots, known_pages=num_pages, timeout_s=0.0
+            )
+            checked_response(ExtendResponse, await self.session.ask_for_lease(request))
+
     async def release_window(self, lease: Lease, up_to: int) -> None:
         """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease is updated."""
         self.check_lease(lease)

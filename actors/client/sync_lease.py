@@ -54,6 +54,7 @@ class SyncLease:
     insert = _make_plain_lease_verb(Lease.insert)
     insert_next = _make_plain_lease_verb(Lease.insert_next)
     extend = _make_plain_lease_verb(Lease.extend)
+    confirm_open = _make_plain_lease_verb(Lease.confirm_open)
     preempt = _make_plain_lease_verb(Lease.preempt)
     release_window = _make_plain_lease_verb(Lease.release_window)
     release = _make_plain_ending(Lease.release)

@@ -487,9 +487,9 @@ class CacheService:
             is_torn = isinstance(request, Malformed)
             text = str(request) if is_torn else f"{type(request).__name__} is not a verb of this cache"
             return self._refusals.count(InvalidRequest(text))
-        if self._draining and request.takes_slots:
-            return self._refusals.count(CacheUnavailable(_DRAINING))
         try:
+            if self._draining and request.takes_slots and self._admission.takes_slots(session_id, request):
+                raise CacheUnavailable(_DRAINING)
             return verb(session_id, request)
         except OutOfSlotsError as error:
             return self._refusals.exhausted(None, error)

@@ -143,6 +143,16 @@ class Admission:
         assert answer is not None
         return answer
 
+    def takes_slots(self, session_id: str, request: Message) -> bool:
+        """Return False for an `extend` to a size that its lease has: it only asks whether the lease is open.
+
+        Raises:
+            CoreError: the lease has ended.
+        """
+        if not isinstance(request, ExtendRequest):
+            return True
+        return self._core.leases.get(request.lease_id, session_id).num_slots < request.num_slots
+
     def lock(self, session_id: str, request: LockRequest) -> Message:
         """Return a lease of the cached prefix, or the ticket of a request that waits for its load.
 

@@ -83,7 +83,7 @@ async def test_late_messages_for_an_ended_lease_have_no_effect(cache1: CacheUnde
 
     if end is not ENDS["handed over"]:  # otherwise it is another client's lease, and its messages take effect
         await late_messages_change_nothing(cache1, lease.lease_id, cache1.client)
-    for use in (lease.insert([5, 6, 7]), lease.extend(1), lease.grant()):
+    for use in (lease.insert([5, 6, 7]), lease.extend(1), lease.confirm_open(), lease.grant()):
         with pytest.raises(UnknownLease, match="has ended"):
             await use
     await lease.release()
@@ -151,6 +151,7 @@ async def test_after_a_restart_nothing_of_before_has_any_effect(
     for use in (
         lambda: lease.insert([1, 2]),
         lambda: lease.extend(1),
+        lambda: lease.confirm_open(),
         lambda: lease.grant(),
         lambda: client.adopt(grant),
         lambda: lease.preempt([1, 2]),

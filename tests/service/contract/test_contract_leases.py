@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 from support.caches.cache_kinds import counts_pages, has_no_states, has_states, has_window, only, pages_of_several
-from support.caches.cache_under_test import CacheUnderTest, holding
+from support.caches.cache_under_test import CacheUnderTest, check_sizes, holding, pools_of
 
 from raydix.cache_core.components.window_kv import kept_tail
-from raydix.schemas import InvalidRequest
+from raydix.schemas import InvalidRequest, UnknownLease
 
 # ---------------------------------------------------------------- acquire
 
@@ -222,3 +224,36 @@ async def test_extend_adds_private_slots_behind_a_locked_prefix_and_insert_publi
     done = await cache.insert(lease, 1, 2, 3, 4)
     assert (done.prefix_len, done.num_inserted) == (hit * page, (kept - hit) * page)
     assert await cache.pages() == holding(private=4 - kept, protected=kept, leases=1)
+
+
+# ---------------------------------------------------------------- confirm_open
+
+
+async def test_a_lease_is_confirmed_as_long_as_it_is_open_and_nothing_changes(cache: CacheUnderTest) -> None:
+    await cache.publish(1)
+    lease = await cache.client.acquire(cache.tokens(1, 2), new_tokens=1)
+    empty = await cache.client.lock(cache.tokens(3))
+
+    async def sizes() -> list[tuple[int, ...]]:
+        stats = await cache.client.stats()
+        check_sizes(stats)
+        pools = pools_of(stats)
+        return [(pool.free_slots, pool.private_slots, pool.evictable_slots, pool.protected_slots) for pool in pools]
+
+    async def confirm() -> None:
+        before, slots = await sizes(), lease.slots.tolist()
+        for held in (lease, empty):
+            await held.confirm_open()
+        await asyncio.gather(lease.confirm_open(), lease.confirm_open())
+        assert (await sizes(), lease.slots.tolist(), len(empty)) == (before, slots, 0)
+
+    await confirm()
+    await cache.insert(lease, 1, 2)
+    await confirm()
+    await lease.extend(cache.page_size)
+    await confirm()
+
+    for held in (lease, empty):
+        await held.release()
+        with pytest.raises(UnknownLease, match="has ended"):
+            await held.confirm_open()

@@ -601,6 +601,7 @@ VERBS: dict[str, Callable[[Orphans], Awaitable[Any]]] = {
     "attach_pool": lambda left: left.client.attach_pool(),
     "insert": lambda left: left.lease.insert([1]),
     "extend": lambda left: left.lease.extend(1),
+    "confirm_open": lambda left: left.lease.confirm_open(),
     "read_kv": lambda left: left.pool.read_kv(left.lease, left.slots),
     "a new client": lambda left: PrefixCacheClient(left.cache).open(),
 }

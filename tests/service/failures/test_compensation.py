@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -239,12 +239,12 @@ async def test_a_client_dropped_without_a_close_expires() -> None:
 # ---------------------------------------------------------------- clients that return after an expiry
 
 
-async def silenced(cache: LocalPrefixCache) -> tuple[PrefixCacheClient, Lease]:
+async def silenced(cache: LocalPrefixCache, prompt: Sequence[int] = (1, 2)) -> tuple[PrefixCacheClient, Lease]:
     """Return a client that let its session expire, and its expired lease."""
-    client = PrefixCacheClient(cache)
-    lease = await client.acquire([1, 2])
+    client, withheld = PrefixCacheClient(cache), (await cache.stats()).quarantined_slots
+    lease = await client.acquire([*prompt])
     await silent(cache, client)
-    assert (await cache.stats()).quarantined_slots == 2
+    assert (await cache.stats()).quarantined_slots == withheld + 2
     return client, lease
 
 
@@ -258,6 +258,19 @@ async def silent(cache: LocalPrefixCache, client: PrefixCacheClient) -> None:
                 await asyncio.sleep(0.01)
 
 
+async def test_a_client_that_has_not_heard_of_its_loss_hears_of_it_by_confirm_open_and_not_by_release() -> None:
+    async with LocalPrefixCache(QUICK) as cache:
+        (one, lost), (other, released) = [await silenced(cache, prompt) for prompt in ([1, 2], [3, 4])]
+        assert one.session.transport.lost is other.session.transport.lost is None
+
+        await released.release()
+        with pytest.raises(LeaseExpired):
+            await lost.confirm_open()
+
+        for client in (one, other):
+            await client.close()
+
+
 async def test_a_client_that_comes_back_by_any_verb_gets_another_session() -> None:
     async with LocalPrefixCache(QUICK) as cache:
         client, lease = await silenced(cache)
@@ -266,7 +279,8 @@ async def test_a_client_that_comes_back_by_any_verb_gets_another_session() -> No
 
         stats = await cache.stats()
         assert (stats.quarantined_slots, stats.private_slots, stats.open_sessions) == (0, 1, 2)
-        for use in (lease.insert([1]), lease.extend(1), lease.grant(), lease.release_window(0)):
+        verbs = lease.insert([1]), lease.extend(1), lease.confirm_open(), lease.grant(), lease.release_window(0)
+        for use in verbs:
             with pytest.raises(LeaseExpired):
                 await use
         await lease.release()

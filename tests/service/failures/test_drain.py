@@ -17,7 +17,7 @@ from support.caches.cache_under_test import small_config
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
 from raydix.actors.transport.process_liveness import ProcessLiveness
-from raydix.schemas import AcquireRequest, CacheUnavailable, ExtendRequest, InvalidRequest, LockRequest
+from raydix.schemas import AcquireRequest, CacheUnavailable, ExtendRequest, InvalidRequest, LockRequest, UnknownLease
 
 
 class Drained:
@@ -80,9 +80,12 @@ async def test_a_draining_cache_takes_nothing_new_and_ends_with_its_last_lease(d
     ending = await drained.drain()
 
     await takes_nothing_new(client, short)
+    await short.confirm_open()  # it may be read
     assert (await short.insert([1, 2])).num_inserted == 2
     assert (await client.match([1, 2])).prefix_len == 2
     await short.release()
+    with pytest.raises(UnknownLease):
+        await client.session.transport.submit(ExtendRequest(lease_id=short.lease_id, num_slots=2, known_pages=2))
     await takes_nothing_new(client, long)  # though there is room now
     stats = await client.stats()
     assert (stats.open_leases, stats.waiters, ending.done()) == (1, 0, False)

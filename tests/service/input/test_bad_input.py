@@ -347,6 +347,7 @@ VERBS: dict[str, Callable[[PrefixCacheClient, Lease], Awaitable[Any]]] = {
     "attach_pool": lambda client, lease: client.attach_pool(),
     "insert": lambda client, lease: lease.insert([5, 6, 7]),
     "extend": lambda client, lease: lease.extend(1),
+    "confirm_open": lambda client, lease: lease.confirm_open(),
 }
 
 

@@ -36,7 +36,7 @@ async def test_what_was_granted_is_no_longer_its_granters(cache1: CacheUnderTest
     lease = await cache1.client.acquire([1, 2])
     grant = await lease.grant()
 
-    for use in (lease.insert([1]), lease.extend(1), lease.grant()):
+    for use in (lease.insert([1]), lease.extend(1), lease.confirm_open(), lease.grant()):
         with pytest.raises(UnknownLease, match="has ended"):
             await use
     await lease.release()

@@ -493,6 +493,22 @@ async def test_one_lease_grows_once_at_a_time(cache1: CacheUnderTest) -> None:
     assert len(await growth) == 1
 
 
+async def test_an_open_lease_is_confirmed_while_others_wait_for_slots_and_not_while_it_waits_itself(
+    cache1: CacheUnderTest,
+) -> None:
+    growing, held = await fill(cache1, 4, 4)
+    growth, new = await cache1.in_line(growing.extend(1), cache1.client.acquire([1]))
+
+    await held.confirm_open()
+    with pytest.raises(InvalidRequest, match="is being extended: await that first"):
+        await growing.confirm_open()
+
+    assert (await cache1.client.stats()).waiters == 2
+    await held.release()
+    assert len(await growth) == 1
+    await (await new).release()
+
+
 @pytest.mark.parametrize("end", ["release", "abort"])
 async def test_a_lease_that_ends_while_it_waits_to_grow_leaves_the_line(cache1: CacheUnderTest, end: str) -> None:
     growing, _ = await fill(cache1, 4, 4)

@@ -264,6 +264,7 @@ def test_every_verb_of_a_client_has_its_plain_twin_with_the_same_parameters() ->
         "insert",
         "insert_next",
         "extend",
+        "confirm_open",
         "release",
         "release_window",
         "abort",
