@@ -445,7 +445,8 @@ class LeaseConfig(_Config):
         default=120.0,
         ge=0,
         allow_inf_nan=False,
-        description="how long slots that a vanished client may still write stay in quarantine, if its end is not seen",
+        description="how long slots that a vanished client may still write stay in quarantine, if the cache does not "
+        "see its process; while it sees that the process lives, they stay there",
     )
     remembered_leases: int = Field(
         default=65_536, ge=1, description="ended leases remembered, so that late requests for them have no effect"

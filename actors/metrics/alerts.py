@@ -145,8 +145,9 @@ def _of_caches(query: _Queries) -> Iterator[Alert]:
         300,
         "warning",
         "Slots of cache {{ $labels.cache }}, pool {{ $labels.pool }}, stay in quarantine: {{ $value }}",
-        "Clients vanish as fast as their slots return, or some hang without end: the cache's log names them. End these "
-        "processes, or lower quarantine_grace_s.",
+        "Clients vanish as fast as their slots return, or their processes stand still, and may yet write them: the "
+        "cache's log names each process. End those. Slots of processes that it does not see return after "
+        "quarantine_grace_s.",
     )
     yield Alert(
         "RaydixStaleReaders",

@@ -137,11 +137,12 @@ class SessionReaper:
 
     def _vanish(self, session: Session, cause: str) -> None:
         error = LeaseExpired(f"session {session.session_id!r} is over: {cause}")
-        about = {"session": session.session_id, "owner": session.owner}
-        logger.warning("%s (%s); its leases have ended", error, shown(session.owner), extra=about)
         self.sessions.vanish(session, cause)
         self._wait_queue.withdraw(session.session_id, error=error)
         self._core.quarantine_session(session.session_id)
+        session.is_withheld = session.session_id in self._core.quarantine
+        about = {"session": session.session_id, "owner": session.owner}
+        logger.warning("%s (%s); its leases have ended%s", error, shown(session.owner), _writer(session), extra=about)
         self._after_end(session.session_id)
 
     def _tick(self) -> float | None:
@@ -162,3 +163,10 @@ class SessionReaper:
     def _set_timer(self, tick_s: float) -> None:
         self._next_tick = self._clock() + tick_s
         self._timer.schedule(tick_s)
+
+
+def _writer(session: Session) -> str:
+    """Return the part of a log line that names the process that slots in quarantine wait for; empty: none is seen."""
+    if not session.is_withheld or session.life is None or session.life.has_ended():
+        return ""
+    return f". Process {session.life.pid} lives: slots that it may still write stay in quarantine until it ends"

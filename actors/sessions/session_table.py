@@ -1,7 +1,8 @@
 """`SessionTable`: the open and the vanished sessions of a cache.
 
     open ──── closes ─────────────────────────────> gone
-      └─ silent, or it has died ────> vanished ───> gone: its process has ended, it came back, or a time has passed
+      └─ silent, or it has died ────> vanished ───> gone: its process has ended, or it came back. If no process of it is
+                                                    seen, or it holds nothing in quarantine: or a time has passed
 
 A vanished session has no leases any more; slots that it could still be writing are in quarantine until it is gone.
 """
@@ -31,6 +32,8 @@ class Session:
     batch_order: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # number of a batch -> the wait for it
     end: asyncio.Future[None] | None = None  # result of a client's wait for the end
     is_dead: bool = False  # its process or its owner has died
+    cause: str = ""  # of its end, in words, once it has vanished
+    is_withheld: bool = False  # it has vanished, and slots that it could still be writing are in quarantine
 
     def notify_end(self) -> None:
         """Wake the session's client, if it waits for the end."""
@@ -51,7 +54,7 @@ class SessionTable:
         self._grace_s = config.quarantine_grace_s
         self._clock = clock
         self._open: dict[str, Session] = {}
-        self._vanished: dict[str, tuple[Session, float]] = {}  # id -> session, and the latest time at which it is gone
+        self._vanished: dict[str, tuple[Session, float]] = {}  # id -> session, and the end of its grace
         self._expired: OrderedDict[str, str] = OrderedDict()  # id -> cause; the oldest first
 
     def __len__(self) -> int:
@@ -114,11 +117,12 @@ class SessionTable:
         return session
 
     def vanish(self, session: Session, cause: str) -> None:
-        """Move an open session to the vanished ones.
+        """Move an open session to the vanished ones. The caller sets `is_withheld` if slots of it are in quarantine.
 
         Args:
             cause: in words, for its client: it was silent for too long, or its process or owner has ended.
         """
+        session.cause = cause
         del self._open[session.session_id]
         self._vanished[session.session_id] = (session, self._clock() + self._grace_s)
         self._expired[session.session_id] = cause
@@ -136,13 +140,13 @@ class SessionTable:
         return [session for session in self._open.values() if session.deadline <= now]
 
     def gone(self) -> list[str]:
-        """Return the vanished sessions that write no more, or have been waited for long enough."""
+        """Return the vanished sessions that write no more, or have been waited for long enough.
+
+        A process that lives may go on at any time, in the middle of a copy into slots in quarantine, so it is waited
+        for without end.
+        """
         now = self._clock()
-        return [
-            session_id
-            for session_id, (session, gone_at) in self._vanished.items()
-            if gone_at <= now or (session.is_dead if session.life is None else session.life.has_ended())
-        ]
+        return [session_id for session_id, vanished in self._vanished.items() if _is_gone(*vanished, now)]
 
     def num_silent(self) -> int:
         """Return the sessions that were silent for more than half of their time to live, expired ones included.
@@ -160,5 +164,13 @@ class SessionTable:
             session.deadline += seconds
 
     def _check_not_expired(self, session_id: str) -> None:
-        if (cause := self._expired.get(session_id)) is not None:
+        cause = self._vanished[session_id][0].cause if session_id in self._vanished else self._expired.get(session_id)
+        if cause is not None:
             raise LeaseExpired(f"session {session_id!r} is over: {cause}")
+
+
+def _is_gone(session: Session, gone_at: float, now: float) -> bool:
+    """Return whether a vanished session writes no more, or has been waited for until `gone_at`."""
+    if session.life is None:
+        return session.is_dead or gone_at <= now
+    return session.life.has_ended() or (gone_at <= now and not session.is_withheld)

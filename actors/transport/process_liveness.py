@@ -41,9 +41,14 @@ def process_id(path: str | None) -> int | None:
 
 
 class ProcessLiveness:
-    """The life of a process, as seen from here. Get one by `find`."""
+    """The life of a process, as seen from here. Get one by `find`.
 
-    def __init__(self, pidfd: int) -> None:
+    Attributes:
+        pid: its number here.
+    """
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
         self._pidfd = pidfd
         weakref.finalize(self, os.close, pidfd)
 
@@ -57,9 +62,10 @@ class ProcessLiveness:
             return None
         where, pid, life_id = match.groups()
         try:
-            life = cls(os.pidfd_open(int(pid)))  # first: the process seen below is then this one, not a later one
+            # The pidfd first: the process seen below is then this one, not a later one.
+            life = cls(int(pid), os.pidfd_open(int(pid)))
             is_there = os.readlink(where) == f"/memfd:{_NAME}{life_id} (deleted)"
-            return life if is_there and life._has_number(int(pid)) else None
+            return life if is_there and life._has_its_number() else None
         except OSError:
             return None
 
@@ -69,7 +75,7 @@ class ProcessLiveness:
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
-    def _has_number(self, pid: int) -> bool:
-        """Return whether the process lives and has this number in `/proc`, which can be another container's."""
+    def _has_its_number(self) -> bool:
+        """Return whether the process lives and has its number in `/proc`, which can be another container's."""
         with open(f"/proc/self/fdinfo/{self._pidfd}") as facts:
-            return f"Pid:\t{pid}\n" in facts and not self.has_ended()
+            return f"Pid:\t{self.pid}\n" in facts and not self.has_ended()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ray
 
 PATIENT = LeaseConfig(session_ttl_s=300, quarantine_grace_s=300)  # only a death frees slots
 HASTY = LeaseConfig(session_ttl_s=2, quarantine_grace_s=300)  # a busy machine can delay a beat by a second
-HASTIEST = LeaseConfig(session_ttl_s=0.6, quarantine_grace_s=0.2)
+IMPATIENT = LeaseConfig(session_ttl_s=2, quarantine_grace_s=0.2)
 
 Start = Callable[[LeaseConfig], Any]
 
@@ -301,17 +301,18 @@ async def test_a_process_that_dies_while_its_slots_are_withheld_gives_them_back(
     await until(hasty[1], lambda stats: stats.free_slots == 8)
 
 
-@pytest.mark.long
-async def test_slots_are_not_withheld_for_ever(start: Start) -> None:
-    cache = start(HASTIEST)
+@pytest.mark.more
+async def test_slots_of_a_stopped_process_are_withheld_after_the_grace_until_it_ends(start: Start) -> None:
+    cache = start(IMPATIENT)
     async with PrefixCacheClient(cache) as client:
-        pid = await (process := start_client(watched=False)).open.remote(cache)
-        await process.acquire.remote([1, 2])
+        _process, pid = await standing_still(cache, client)  # without a handle Ray would end it
 
-        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(4 * IMPATIENT.quarantine_grace_s + 1)  # the cache looks every half second
+        stats = await client.stats()
+        assert (stats.quarantined_slots, stats.free_slots) == (2, 6)
+        os.kill(pid, signal.SIGKILL)
 
-        await until(client, lambda stats: stats.free_slots == 8 and stats.expired_sessions > 0)
-        ray.kill(process)
+        await until(client, lambda stats: stats.free_slots == 8)
 
 
 @pytest.mark.long

@@ -16,6 +16,8 @@ TTL_S, GRACE_S = 10.0, 100.0
 class Life:
     """Stands for another process's life; the real one is tried below, and by the tests that kill processes."""
 
+    pid = 4242
+
     def __init__(self) -> None:
         self.ended = False
         self.num_looks = 0

@@ -14,6 +14,7 @@ from uuid import uuid4
 import pytest
 from support.caches.clocked_sessions import GRACE_S, TTL_S, Life, Scene
 
+from raydix.actors.sessions import session_table
 from raydix.actors.sessions.session_table import SessionTable
 from raydix.actors.transport.process_liveness import ProcessLiveness, own_liveness_path
 from raydix.schemas import (
@@ -131,9 +132,65 @@ async def test_quarantine_ends_after_its_grace(scene: Scene) -> None:
     assert scene.counts == (8, 0, 0)
 
 
-@pytest.mark.parametrize("how", ["closes", "opens another session"])
-async def test_quarantine_ends_when_the_client_comes_back(scene: Scene, how: str) -> None:
+async def test_quarantine_lasts_while_the_process_lives(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """It may go on in the middle of a copy."""
     scene.acquire("s", "l")
+    life = scene.service.sessions.find("s").life = Life()  # type: ignore[union-attr, assignment]
+    scene.wait(TTL_S)
+    assert "Process 4242 lives" in caplog.text
+
+    for _ in range(100):
+        scene.wait(GRACE_S)
+        assert scene.counts == (6, 0, 2)
+    assert scene.service.stats().silent_sessions == 1
+    life.ended = True
+    scene.wait(0)
+
+    assert scene.counts == (8, 0, 0)
+    assert not scene.service.sessions.any_vanished
+
+
+async def test_a_process_that_lives_and_holds_nothing_is_not_watched_after_the_grace(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.service.sessions.find("s").life = Life()  # type: ignore[union-attr, assignment]
+    scene.execute("s", MatchRequest(tokens=[1]))
+    scene.wait(TTL_S)
+    assert "its leases have ended" in caplog.text and "Process" not in caplog.text
+
+    scene.wait(GRACE_S - 1)
+    assert scene.service.sessions.any_vanished
+    scene.wait(1)
+
+    assert not scene.service.sessions.any_vanished
+
+
+async def test_a_session_with_slots_in_quarantine_has_expired_however_many_others_have(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_table, "_MAX_REMEMBERED", 2)
+    scene.acquire("s", "l")
+    scene.service.sessions.find("s").life = Life()  # type: ignore[union-attr, assignment]
+    scene.wait(TTL_S)
+    for number in range(3):
+        scene.open(f"other {number}")
+    scene.wait(TTL_S + GRACE_S)
+
+    with pytest.raises(LeaseExpired):
+        scene.acquire("s", "m")
+    with pytest.raises(LeaseExpired):
+        scene.open("s")
+    scene.service.close_session(CloseSession(session_id="s"))
+
+    assert scene.counts == (8, 0, 0)
+
+
+@pytest.mark.parametrize("is_seen", [False, True], ids=["unseen", "seen"])
+@pytest.mark.parametrize("how", ["closes", "opens another session"])
+async def test_quarantine_ends_when_the_client_comes_back(scene: Scene, how: str, is_seen: bool) -> None:
+    scene.acquire("s", "l")
+    if is_seen:
+        scene.service.sessions.find("s").life = Life()  # type: ignore[union-attr, assignment]
     scene.wait(TTL_S)
 
     if how == "closes":
@@ -279,6 +336,8 @@ async def test_slots_are_withheld_while_a_dead_owners_process_lingers(scene: Sce
     assert scene.service.reaper.owner_unavailable("s", is_dead=True)
     assert scene.counts == (6, 0, 2)
     assert scene.service.reaper._next_tick - scene.clock.now < 0.1  # it will not be long
+    scene.wait(10 * GRACE_S)
+    assert scene.counts == (6, 0, 2)
     life.ended = True
     async with asyncio.timeout(30):
         while scene.counts != (8, 0, 0):  # noqa: ASYNC110 -- the cache looks again by itself, soon
