@@ -63,6 +63,7 @@ class LeasedRequest:
         self._branching_len = branching_len
         self._wait = wait
         self._page_size = pool.layout.page_size
+        self._window = lease.client.config.sliding_window_size  # the model's, or a larger one
         self._state_len = lease.prefix_len  # tokens after which the last state was published
         self._boundary_len = 0  # tokens after which the state was copied to the lease's boundary slot; 0: it was not
         self._window_from = 0  # the window KV of the private tokens before this has been freed
@@ -119,9 +120,13 @@ class LeasedRequest:
                 await self._publish(with_state=True)
 
     async def _decode_unpublished(self) -> None:
-        """Publish only the prompt: the next turn needs the KV of a prefill, and decoding computes another one."""
+        """Publish only the prompt: the next turn needs the KV of a prefill, and decoding computes another one.
+
+        No insert follows the decoding, so the cache is asked whether the lease was open to its end.
+        """
         await self._publish(with_state=self._at_page_end())
         await self._decode()
+        await self._lease.confirm_open()
         await self._lease.release()
 
     async def _step(self, stop: int | None = None) -> None:
@@ -185,8 +190,7 @@ class LeasedRequest:
         Args:
             least: the fewest tokens to free; None: a quarter of a window.
         """
-        lease, num_computed = self._lease, self._decoding.num_computed
-        window = lease.client.config.sliding_window_size  # the model's, or a larger one
+        lease, num_computed, window = self._lease, self._decoding.num_computed, self._window
         if window is None:
             return
         attended_from = max(0, num_computed - window + 1)

@@ -303,12 +303,16 @@ class TransformersWorker(WatchedActor):
     # ---------------------------------------------------------------- parts
 
     async def _attached(self, client: PrefixCacheClient) -> AttachedPool:
-        """Return the pool after the check that the model fits it. Concurrent first requests share the work."""
+        """Return the pool after the check that the model fits it. Concurrent first requests share the work.
+
+        The session is open then: a pool stays attached when a session expires.
+        """
         attaching = self._attaching
         if attaching is None or has_failed(attaching) or (self._pool is not None and self._pool.lost):
             self._pool = None
             attaching = self._attaching = asyncio.create_task(self._attach(client))
         self._pool = await asyncio.shield(attaching)
+        await client.open()
         return self._pool
 
     async def _attach(self, client: PrefixCacheClient) -> AttachedPool:

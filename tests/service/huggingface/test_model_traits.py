@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.caches.unheard_loss import expire_unheard
 from support.models.model_zoo import tiny_config
 from support.models.tiny_llama import LLAMA
 from support.models.tiny_models import BAMBA, COMMON, JAMBA, MOSHI, check_same, random_model, random_prompt
@@ -29,9 +30,10 @@ from raydix.actors import LocalPrefixCache
 from raydix.actors.huggingface import model_traits
 from raydix.actors.huggingface.causal_model import CausalModel
 from raydix.actors.huggingface.forward_pass import Positions
+from raydix.actors.huggingface.leased_request import LeasedRequest
 from raydix.actors.huggingface.small_twin import TwinUnavailable
 from raydix.actors.huggingface.worker import TransformersWorker, cache_config_for
-from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig
+from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, LeaseExpired, PoolConfig
 
 PAD = 1
 SIZES = {name: value for name, value in COMMON.items() if name not in ("num_key_value_heads", "head_dim")}
@@ -221,6 +223,30 @@ async def test_the_next_turn_computes_the_states_that_decoding_made(model_type: 
             check_same(found, *one_pass(random_model(config), turn, 1))
         await writer.close()
         await reader.close()
+
+
+@pytest.mark.parametrize("config", [*more(LLAMA), tiny_config("nemotron_h")], ids=lambda config: config.model_type)
+async def test_an_answer_is_not_given_if_the_lease_has_ended_while_the_worker_stood_still(
+    config: PreTrainedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages may have been overwritten. A worker whose decoding publishes nothing asks the cache."""
+    async with cache_for(config) as cache:
+        worker = TransformersWorker(cache, model=deepcopy(config), device="cpu")
+        decode = LeasedRequest._decode
+
+        async def stand_still(request: LeasedRequest) -> None:
+            await decode(request)
+            assert worker._client is not None
+            await expire_unheard(cache, worker._client.session)
+
+        monkeypatch.setattr(LeasedRequest, "_decode", stand_still)
+        with pytest.raises(LeaseExpired):
+            await worker.generate(random_prompt(24), 8, eos_token_id=())
+        monkeypatch.undo()
+
+        answer = await worker.generate(random_prompt(24), 8, eos_token_id=())
+        assert len(answer.token_ids) == 8
+        await worker.close()
 
 
 def cache_for(config: PreTrainedConfig) -> LocalPrefixCache:
