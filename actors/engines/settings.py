@@ -28,8 +28,8 @@ class EngineSettings(BaseModel):
     load_timeout_ms: float = Field(
         default=2000,
         gt=0,
-        description="a request waits so long for a load from a tier below the pool; a load from the pool that has not "
-        "begun by then has failed",
+        description="a request waits so long for a load from a tier below the pool; a load from the pool has failed if "
+        "it has not begun by then, or if the cache has not confirmed its lease by then or 0.1 s after the copy",
     )
     reconnect_s: float = Field(default=1, gt=0, description="seconds between two attempts to reach the cache")
     max_waiting_leases: int = Field(default=64, ge=1, description="waiting requests that hold a lease at a time")

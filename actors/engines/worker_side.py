@@ -5,6 +5,8 @@ before the step           cancel saves, or wait for
                           a copy that has begun
 it begins                 hand over the plan ──────> adopt, then:
                                                      loads                     ────>  pages to blocks
+                                                     confirm that the leases
+                                                     are still open
                                                      extend (for the saves)
 the forward pass has run  mark the blocks as whole ──────────────────────────> ────>  blocks to pages
                                                      insert
@@ -45,14 +47,22 @@ logger = logging.getLogger(__name__)
 _NULL_BLOCK = 0  # stands for a block that a window has left
 _CONNECT_POLL_S = 0.1
 _IDLE_WAIT_S = 0.002  # for a load, in a step that computes nothing
+_CONFIRM_S = 0.1  # least time for the answer that the lease of a load was open after its copy
 
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """A load or a save. Only a "waiting" one can be cancelled, and only that begins to copy."""
+    """A load or a save.
+
+        waiting ──> copying ──> done                    a save
+        waiting ──> copying ──> confirming ──> done     a load: its bytes count if its lease was open after the copy
+                       └──────> dropped                 a load whose request has ended during the copy
+
+    A transfer that copies can fail only when its copy has ended.
+    """
 
     request: int
-    state: str = "waiting"  # then "copying", then "done"; or "failed"
+    state: str = "waiting"  # at the end "done" or "failed"
     copied: threading.Event = field(default_factory=threading.Event)  # its blocks are used no more
 
     @property
@@ -135,7 +145,6 @@ class WorkerSide:
         self._held: dict[int, str] = {}  # ended requests with blocks that the engine holds; its ids
         self._report = StepReport()
         self._finished_saves: set[str] = set()
-        self._failed_blocks: set[int] = set()
         self._load_ended = threading.Event()
         self._bound_reported = 0
 
@@ -170,7 +179,7 @@ class WorkerSide:
             self._held.update(plan.held)
             for number in plan.ended - plan.held.keys():
                 if number in self._loads:
-                    self._fail_load(number)
+                    self._fail_load(self._loads[number][1])
         self._loop.call(self._begin, plan, loads, self._save_step, _record_event(self._copies))
 
     def end_step(self, *, is_idle: bool) -> None:
@@ -192,15 +201,16 @@ class WorkerSide:
         """
         with self._lock:
             self._load_ended.clear()
-            loaded = set()
+            loaded, failed = set(), set()
             for number, (plan, load) in list(self._loads.items()):
                 if load.has_ended:
                     del self._loads[number]
+                    if load.state == "failed":
+                        failed.update(plan.block_ids)
                     if self._loading.get(plan.request_id) == number:
                         del self._loading[plan.request_id]
                         loaded.add(plan.request_id)
             saved, self._finished_saves = self._finished_saves, set()
-            failed, self._failed_blocks = self._failed_blocks, set()
         return saved, loaded, failed
 
     def take_report(self) -> StepReport | None:
@@ -235,15 +245,15 @@ class WorkerSide:
         if number in self._held and not any(save.request == number for save in self._saves):
             self._finished_saves.add(self._held.pop(number))
 
-    def _fail_load(self, number: int) -> None:
+    def _fail_load(self, load: _Transfer) -> None:
         """Fail a load that is not reported yet; one that copies ends first."""
-        plan, load = self._loads[number]
-        self._failed_blocks.update(plan.block_ids)
-        self._report.failed.add(number)
-        if load.state == "waiting":
+        if load.state in ("copying", "dropped"):
+            load.state = "dropped"
+        elif load.state != "failed":
             load.state = "failed"
             self._load_ended.set()
-        self.counts.add("load_failures")
+            self._report.failed.add(load.request)
+            self.counts.add("load_failures")
 
     # ---------------------------------------------------------------- the loop thread
 
@@ -295,7 +305,7 @@ class WorkerSide:
         self._target = None
 
     async def _copy_load(self, transfer: _Transfer, target: PoolTarget, load: Callable[[], None]) -> bool:
-        """Load in the copy thread, unless the transfer was cancelled; return whether it was copied.
+        """Load in the copy thread, unless the transfer was cancelled; return whether the blocks are copied and wanted.
 
         Raises:
             UnknownLease: the cache has ended before the load began.
@@ -315,12 +325,15 @@ class WorkerSide:
             await asyncio.get_running_loop().run_in_executor(self._copier, load_from_live_pool)
         finally:
             transfer.copied.set()
+            with self._lock:
+                is_wanted, transfer.state = transfer.state == "copying", "confirming"
         self.counts.observe("load_s", time.perf_counter() - started)
-        return True
+        return is_wanted
 
     async def _load(self, plan: LoadPlan, transfer: _Transfer, event: torch.cuda.Event | None) -> None:
         request = self._requests.get(plan.request)
-        timer = self._set_timer(self._give_up_load, plan.request, transfer)
+        timer = self._set_timer(self._give_up_load, transfer)
+        deadline = asyncio.get_running_loop().time() + self._settings.load_timeout_ms / 1000
         try:
             if request is None:
                 raise CacheUnavailable(f"request {plan.request_id!r} has no lease")
@@ -331,7 +344,7 @@ class WorkerSide:
                 pages[np.repeat(blocks == _NULL_BLOCK, target.pages_per_block)] = -1
                 load = partial(target.load, pages, blocks, plan.stamps, event)
                 if await self._copy_load(transfer, target, load):
-                    lease.check_open()  # if its session was lost meanwhile, the pages may have been another's
+                    await self._confirm(lease, deadline)
                     self._finish_load(transfer, len(blocks))
         except WrongPage as error:
             logger.error("request %r was about to get wrong KV, and is recomputed: %s", plan.request_id, error)
@@ -344,11 +357,32 @@ class WorkerSide:
             timer.cancel()
             with self._lock:
                 if not transfer.has_ended:
-                    transfer.state = "waiting"
-                    self._fail_load(plan.request)
+                    self._fail_load(transfer)
+
+    async def _confirm(self, lease: Lease, deadline: float) -> None:
+        """Return if the lease of a load is open after its copy.
+
+        This process may have stood still in the copy for longer than its session lives. Then the pages may have been
+        overwritten before the copy went on, and only the cache knows of it yet.
+
+        Args:
+            deadline: time of the loop; the answer may always take `_CONFIRM_S`.
+
+        Raises:
+            CacheError: the lease has ended, or the cache does not answer.
+        """
+        left_s = deadline - asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(max(_CONFIRM_S, left_s)):
+                await lease.confirm_open()
+        except TimeoutError:
+            raise CacheUnavailable(f"the cache has not confirmed that lease {lease.lease_id!r} is open") from None
 
     def _finish_load(self, transfer: _Transfer, num_blocks: int) -> None:
+        """End a load with the right bytes, unless its request has ended meanwhile."""
         with self._lock:
+            if transfer.has_ended:
+                return
             transfer.state = "done"
             self._load_ended.set()
         self.counts.add("loads")
@@ -357,10 +391,10 @@ class WorkerSide:
     def _set_timer(self, give_up: Callable[..., None], *about: Any) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._settings.load_timeout_ms / 1000, give_up, *about)
 
-    def _give_up_load(self, number: int, transfer: _Transfer) -> None:
+    def _give_up_load(self, transfer: _Transfer) -> None:
         with self._lock:
             if transfer.state == "waiting":
-                self._fail_load(number)
+                self._fail_load(transfer)
 
     def _give_up_save(self, save: _Save) -> None:
         with self._lock:

@@ -8,20 +8,31 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import psutil
+from support.engines import stopped_copies
 from support.engines.engine_process import EngineProcess
 from support.engines.laboratory import BLOCK, Laboratory, prompt, slot_bytes
 from support.waiting import wait_until
 
+from raydix.schemas import EvictionConfig, LeaseConfig
+
 NUM_NEW = 6
 STALL_S = 3.0  # load_timeout_ms and a second
 BUSY = 3.0  # other programs may use the machine: the figures are printed, and held to a multiple
+TTL_S, GRACE_S = 4.0, 1.0
+NUM_TOKENS = 60 * BLOCK  # of a pool that other prompts overwrite
+IMPATIENT: dict[str, Any] = {
+    "leases": LeaseConfig(session_ttl_s=TTL_S, quarantine_grace_s=GRACE_S),
+    "eviction": EvictionConfig(high_watermark=1.0),  # evict only on demand
+}
 
 
-def start_pair(laboratory: Laboratory, **cache: Any) -> tuple[str, EngineProcess, EngineProcess]:
-    name = laboratory.start_cache(slot_bytes("llama"), **cache)
+def start_pair(laboratory: Laboratory, check: bool = True, **cache: Any) -> tuple[str, EngineProcess, EngineProcess]:
+    name = laboratory.start_cache(slot_bytes("llama"), check=check, **cache)
     model = laboratory.save_model("llama")
-    settings = {"lookup_timeout_ms": 500.0, "load_timeout_ms": 2000.0}
-    one, other = (laboratory.start_engine(model, name, settings=settings) for _ in range(2))
+    settings = {"lookup_timeout_ms": 500.0, "load_timeout_ms": 2000.0, "check": check}
+    options: dict[str, Any] = {"settings": settings, "worker_extension_cls": stopped_copies.NAME}
+    one, other = (laboratory.start_engine(model, name, **options) for _ in range(2))
     one.answer(prompt(70, seed=99), 2)
     other.answer(prompt(70, seed=98), 2)
     return name, one, other
@@ -86,6 +97,84 @@ def test_a_stopped_worker_of_a_dead_scheduler_overwrites_nothing(laboratory: Lab
 
     assert loaded == computed == expected_answers(laboratory, prompts)
     assert "was about to get wrong KV" not in other.log.read_text()
+    laboratory.wait_until_free(cache)
+
+
+def stop_in_a_copy(engine: EngineProcess, method: str, tokens: list[int]) -> tuple[Future[Any], list[int]]:
+    """Have an engine stop in the copies of a request; return the request and the engine's stopped processes."""
+    pids = [*engine.pids("Worker"), *engine.pids("EngineCore")]
+    assert len(pids) == 2
+    engine.ask("rpc", method="stop_in_next_copy", kwargs={"method": method})
+    asked = engine.submit(tokens, NUM_NEW)
+    worker = psutil.Process(pids[0])
+    wait_until(lambda: worker.status() == psutil.STATUS_STOPPED)
+    os.kill(pids[1], signal.SIGSTOP)
+    return asked, pids
+
+
+def overwrite(laboratory: Laboratory, cache: str, by: EngineProcess) -> list[tuple[list[int], list[int]]]:
+    """Have an engine fill the pool with other prompts; return them, and their answers."""
+    before = laboratory.pages(cache).clone()
+    laboratory.wait_until_free(cache)
+    laboratory.client(cache).evict(NUM_TOKENS)
+    churned = []
+    for seed in range(100, 104):
+        by.forget()
+        churned.append((tokens := prompt(20 * BLOCK, seed=seed), by.answer(tokens, NUM_NEW)["tokens"]))
+    laboratory.wait_until_free(cache)
+    stats = laboratory.stats(cache)
+    num_changed = int((laboratory.pages(cache) != before).any(1).sum())
+    assert num_changed == (NUM_TOKENS - stats.quarantined_slots) // BLOCK
+    return churned
+
+
+def go_on(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_an_engine_that_stood_still_in_a_load_uses_no_bytes_of_others(laboratory: Laboratory) -> None:
+    cache, victim, other = start_pair(laboratory, check=False, num_tokens=NUM_TOKENS, fields=IMPATIENT)
+    tokens = prompt(20 * BLOCK + 5, seed=1)
+    expected = other.answer(tokens, NUM_NEW)["tokens"]
+    laboratory.wait_until_free(cache)
+    expired = laboratory.stats(cache).expired_sessions
+    asked, pids = stop_in_a_copy(victim, "load", tokens)
+
+    time.sleep(2 * TTL_S)
+    wait_until(lambda: laboratory.stats(cache).expired_sessions >= expired + 2)
+    overwrite(laboratory, cache, other)
+    go_on(pids)
+
+    assert asked.result(200)["tokens"] == expected
+    assert victim.ask("metrics")["vllm:raydix_load_failures"] == 1
+    wait_until(lambda: hits_again(victim, other, tokens))
+    laboratory.wait_until_free(cache)
+
+
+def test_an_engine_that_stood_still_in_a_save_overwrites_nothing(laboratory: Laboratory) -> None:
+    cache, victim, other = start_pair(laboratory, num_tokens=NUM_TOKENS, fields=IMPATIENT)
+    expired = laboratory.stats(cache).expired_sessions
+    asked, pids = stop_in_a_copy(victim, "save", tokens := prompt(20 * BLOCK + 5, seed=1))
+
+    time.sleep(TTL_S + GRACE_S)
+    wait_until(lambda: laboratory.stats(cache).expired_sessions >= expired + 2)
+    time.sleep(GRACE_S)
+    churned = overwrite(laboratory, cache, other)
+    go_on(pids)
+    answer = asked.result(200)["tokens"]
+    laboratory.wait_until_free(cache)
+
+    num_hits = 0
+    for prompt_of_other, expected in reversed(churned):
+        other.forget()
+        loaded = other.answer(prompt_of_other, NUM_NEW)
+        assert loaded["tokens"] == expected
+        num_hits += loaded["cached"]
+    assert num_hits >= 30 * BLOCK  # nearly all that is in the pool
+    assert "was about to get wrong KV" not in other.log.read_text()
+    assert other.answer(tokens, NUM_NEW)["tokens"] == answer
+    wait_until(lambda: laboratory.stats(cache).quarantined_slots == 0)
     laboratory.wait_until_free(cache)
 
 

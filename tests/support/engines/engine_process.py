@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 DRIVER = Path(__file__).parent / "engine_driver.py"
+TESTS = Path(__file__).parents[2]  # for classes that vLLM adds to its workers
 START_S = 300.0
 ANSWER_S = 200.0
 _numbers = itertools.count(1)
@@ -67,6 +68,7 @@ class EngineProcess:
         self._futures: dict[int, Future[Any]] = {0: Future()}
         environment = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

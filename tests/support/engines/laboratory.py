@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import ray
+import torch
 from ray.exceptions import RayError
 from support.engines.checkpoints import make_config, save_model
 from support.engines.engine_process import EngineProcess
@@ -60,18 +61,21 @@ class Laboratory:
         page_size: int = BLOCK,
         check: bool = True,
         name: str | None = None,
+        fields: dict[str, Any] | None = None,
         **disk: Any,
     ) -> str:
         """Start a cache for layers of so many bytes a token; return its name.
 
         Args:
+            fields: others of its configuration.
             disk: fields of a disk tier, which lies in this test's folder; none: there is no disk.
         """
         name = name or f"kv-{uuid4().hex[:8]}"
         slot_bytes = sum(layers) + (STAMP_BYTES if check else 0)
         pool = PoolConfig(num_slots=num_tokens, format="opaque", slot_bytes=slot_bytes, device="cpu")
         tier = DiskConfig(path=str(self.folder), direct_io="off", write_mib_s=None, **disk) if disk else None
-        self.caches[name] = start_cache(CacheConfig(page_size=page_size, pool=pool, disk=tier), name=name)
+        config = CacheConfig(page_size=page_size, pool=pool, disk=tier, **(fields or {}))
+        self.caches[name] = start_cache(config, name=name)
         return name
 
     def client(self, cache: str) -> SyncClient:
@@ -121,11 +125,15 @@ class Laboratory:
 
         return bool(ray.get(self.caches[cache].__ray_call__.remote(is_idle)))
 
+    def pages(self, cache: str) -> torch.Tensor:
+        """Return the mapped records of the cache's pages."""
+        client = self.client(cache)
+        return client.run(client.client.attach_pool(mapped=True)).pages
+
     def shuffle_pages(self, cache: str) -> None:
         """Give each page the KV of the page before it."""
-        client = self.client(cache)
-        pool = client.run(client.client.attach_pool(mapped=True))
-        pool.pages[:] = pool.pages.roll(1, 0)
+        pages = self.pages(cache)
+        pages[:] = pages.roll(1, 0)
 
     def pid_of(self, cache: str) -> int:
         """The cache's process; 0 while it restarts."""

@@ -24,9 +24,11 @@ def toy_config(
     host_tokens: int = 0,
     disk: Path | None = None,
     disk_load_s: float = 60,
+    **changed: object,
 ) -> CacheConfig:
     pool = toy_kv().pool_config(num_tokens, check=check)
     config = CacheConfig(page_size=page_size, pool=pool, leases=LeaseConfig(), validate=True)
+    config = CacheConfig.model_validate(config.model_copy(update=changed))
     if disk is not None:
         tier = DiskConfig(path=str(disk), num_slots=4096, direct_io="off", write_mib_s=None, load_timeout_s=disk_load_s)
         return CacheConfig.model_validate(config.model_copy(update={"disk": tier}))
@@ -45,6 +47,7 @@ class ToyCaches:
         disk: a folder for a disk tier below each cache, in a folder of its own; None: there is none.
         disk_load_s: the time limit of the disk's loads.
         calls: of the operating system, for the disks; None: the usual ones.
+        changed: other fields of each cache's configuration.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class ToyCaches:
         disk: Path | None = None,
         disk_load_s: float = 60,
         calls: FileCalls | None = None,
+        **changed: object,
     ) -> None:
         self.loop = LoopThread("toy-caches")
         self.check = check
@@ -74,6 +78,7 @@ class ToyCaches:
                 host_tokens=host_tokens,
                 disk=folder,
                 disk_load_s=disk_load_s,
+                **changed,
             )
             self.caches.append(self.loop.run(self._make(config, calls)))
         self.engines: list[ToyEngine] = []
