@@ -227,7 +227,7 @@ class RequestHandlers:
         disk = None if self._tiers is None else self._tiers.disk
         if disk is None:
             return response
-        disk.bind()
+        disk.bind(request.lora_id)
         built = disk.built()
         if built is None:
             return response

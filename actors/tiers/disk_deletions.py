@@ -40,7 +40,7 @@ class DiskDeletions:
         on_error: Callable[[Exception | None], object],
         clock: Callable[[], float],
     ) -> None:
-        self.waiting: list[int] = []
+        self.waiting: dict[int, None] = {}
         self._on_deleted = on_deleted
         self._on_error = on_error
         self._clock = clock
@@ -96,7 +96,7 @@ class DiskDeletions:
     def delete(self, numbers: Iterable[int] = ()) -> None:
         """Delete spaces, and those that wait."""
         more = list(numbers)
-        self.waiting += more
+        self.waiting |= dict.fromkeys(more)
         self._num_retired += len(more)
         if not self.waiting:
             return
@@ -115,8 +115,8 @@ class DiskDeletions:
                 logger.warning("a retirement is not on the disk yet, and is tried again: %s", done.error)
                 asyncio.get_running_loop().call_later(disk_errors.RETRY_S, self.delete)
             return
-        done_now = set(numbers)
-        self.waiting = [number for number in self.waiting if number not in done_now]
+        for number in numbers:
+            self.waiting.pop(number, None)
         self._on_deleted(numbers)
         self._settle()
         self.delete()

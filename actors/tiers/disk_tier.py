@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from time import monotonic
 from typing import Any
 
@@ -36,28 +35,28 @@ from raydix.actors.tiers.last_day import LastDay
 from raydix.actors.tiers.leaving_rows import LeavingRows, delete_rows
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.record_file import stride_of
+from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.transport.pool_shapes import layout_below
 from raydix.cache_core import KVCache, KVPool, RadixKey, RecordPool
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
-from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces, Models
-from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
+from raydix.cache_core.tiers.disk_spaces import DiskSpaces, Models
+from raydix.cache_core.tiers.index_row import FIRST, RowPlace
 from raydix.cache_core.tiers.moves import Finished, MoveCounts, Moves
 from raydix.cache_core.tiers.page_records import Kind
 from raydix.cache_core.tiers.record_keeper import Numbers, RecordKeeper
-from raydix.cache_core.tiers.row_runs import RowRun, RowRuns
 from raydix.cache_core.tiers.second_use import SecondUse
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tiers.use_counter import UseCounter
-from raydix.schemas import CacheConfig, CacheUnavailable, unframe_namespace
+from raydix.schemas import CacheConfig, CacheUnavailable
 from raydix.schemas.config import TierSizes
-from raydix.schemas.shown import brief, counted
+from raydix.schemas.shown import counted
 
 logger = logging.getLogger(__name__)
 
 READY, STALLED, CLOSED = "ready", "stalled", "closed"
-_BUILT_AT_ONCE = 32  # pages that one slice puts into the tree: about 1 ms
-_ROWS_AT_ONCE, _RECORDS_AT_ONCE = 1024, 8192  # read by one task of the writer; the latter take 0.5 ms of the loop
+_RECORDS_AT_ONCE = 2048  # rows of which one task of the writer reads the records: 2 ms of the loop, if each has a space
+_FREED_AT_ONCE = 1024  # deleted spaces of which one slice frees the records
 _EVICTED_AT_ONCE = 256  # records of a kind that one slice evicts: 0.5 ms
 _FREE_SHARE = 0.01  # of the records, kept free
 
@@ -139,7 +138,6 @@ class DiskTier:
         self.may_begin: Callable[[], bool] = lambda: True
         self._name = name
         self._sources = sources
-        self._models_of = models_of
         self._on_change = on_change
         self._calls = self._first_calls = calls
         self._clock = clock
@@ -161,6 +159,16 @@ class DiskTier:
             moves.batch_pages = min(moves.batch_pages, MOST_PAGES)
         self.keepers = {} if self.is_instant else _make_keepers(cache)
         self.spaces = DiskSpaces(cache, self.keepers)
+        self.bindings = SpaceBindings(
+            self.spaces,
+            models_of,
+            self._page,
+            self._do_surely,
+            self._run,
+            self.wake,
+            self._end_commit,
+            lambda: self._state,
+        )
         # The tier above is evicted down to its low watermark, so at least this share is written first.
         low_watermark = (config.eviction if config.host is None else config.host).low_watermark
         reserve = int(max(self.config.reserve, 1 - low_watermark) * sources[-1].tier.cache.num_slots)
@@ -183,20 +191,14 @@ class DiskTier:
         self._store: DiskStore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_scheduled = self._is_closed = self._is_building = False
+        self._is_scheduled = self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._paused_until = float("-inf")
         self._last_day = LastDay(clock)
         self._last_error = ""  # of a write or a read
         self._noted_bytes = 0  # bytes of writes that `_last_day` has
-        # The spaces and their ends.
-        self._serials = count(1)
-        self._salts: dict[str | None, int] = {}  # namespace with a space, or with one to come -> salt of its uses
-        self._to_bind: dict[str | None, int] = {}  # namespace that leases have used before the disk was ready -> arity
-        self._warned = False
         self.deletions = DiskDeletions(self._end_deletion, self._note_error, clock)
-        self._deleted: list[int] = []  # spaces that were deleted while rows are read
-        self._built: asyncio.Future[None] | None = None
+        self._deleted: deque[int] = deque()  # spaces of which the records are to be freed
         self._leaving = LeavingRows(self.keepers, self._after_work, self._note_error)
         self._observe()
 
@@ -204,18 +206,18 @@ class DiskTier:
         """Count uses, and see retirements."""
         first, lowest = self._sources[0].tier.cache, self.all_moves[-1]
         self.tier.cache.observers.append(_Retirements(self))
-        first.observers.append(_Namespaces(self))
+        first.observers.append(_Changes(self))
         pages = sum(tier.cache.num_slots for tier in (*(source.tier for source in self._sources), self.tier))
         self.uses: UseCounter | None = None
         if self.config.admit == "second_use":
             offer = self.writes.write_instantly if self.is_instant else self._offer
-            self.uses = UseCounter(first, SecondUse(max(1, pages // self._page)), self._salts.get, offer)
+            self.uses = UseCounter(first, SecondUse(max(1, pages // self._page)), self.bindings.has_models, offer)
             first.observers.append(self.uses)
         elif self.is_instant:
-            lowest.is_kept = self._salts.__contains__
+            lowest.is_kept = self.bindings.has_models
             lowest.upper.cache.watch_victims(lowest.write_before_eviction)
         else:
-            lowest.is_kept = lambda namespace: self._space_of(namespace) is not None
+            lowest.is_kept = self.bindings.is_ready
             lowest.upper.cache.watch_victims(lowest.count_dropped)
         if self.is_instant:
             self.loads.open_instant()
@@ -306,7 +308,7 @@ class DiskTier:
 
     def _fail(self, error: Exception) -> None:
         self._state = f"failed: {error}"
-        self._settle_built()
+        self.bindings.settle()
         logger.warning("the cache serves without its disk: %s", error)
 
     async def _open_store(self) -> DiskStore | Exception:
@@ -363,32 +365,28 @@ class DiskTier:
             await self._renew_index(error)
         self.spaces.end_reading()
         self._state = READY
-        self.spaces.deleted(self._deleted)
-        self._deleted.clear()
         self.deletions.clean()
         logger.info(
             "the disk tier is ready: it keeps %s of %s",
             counted(self.keepers["full"].num_dormant * self._page, "token"),
             counted(len(self.spaces), "space"),
         )
-        self.bind()
-        self._settle_built()
+        self.bindings.bind()
+        self.bindings.settle()
         self.wake()
         self._on_change()
 
     async def _read_records(self) -> None:
         """Read the spaces, and the numbers of their records."""
-        for found in await self._do_surely(_spaces):
-            self.spaces.add(found.number, found.namespace, (found.base, found.adapter, found.label), found.arity)
+        await self.bindings.read()
         assert self._writer is not None
         self.deletions.begin(self._writer, self.spaces.retire)
-        for number in [space.number for space in self.spaces] + list(self.deletions.waiting):
-            place: RowPlace | None = FIRST
-            while place is not None:
-                kinds, records, place = await self._do_surely(partial(_records, number=number, place=place))
-                with index_values("reading the index"):
-                    refused = self.spaces.read(number, kinds, records)
-                await self._delete_refused(refused)
+        place: RowPlace | None = FIRST
+        while place is not None:
+            spaces, kinds, records, place = await self._do_surely(partial(_records, place=place))
+            with index_values("reading the index"):
+                refused = self.spaces.read(spaces, kinds, records)
+            await self._delete_refused(refused)
 
     async def _delete_refused(self, refused: list[tuple[Kind, int]]) -> None:
         """Delete rows that name no record of this disk, such as one beyond its end."""
@@ -443,7 +441,7 @@ class DiskTier:
         self.tier.cache.retire(lambda namespace: True)
         await self._renew_index(error)
         self._state = READY
-        self.bind()
+        self.bindings.bind()
         self.wake()
         self._on_change()
 
@@ -467,127 +465,20 @@ class DiskTier:
 
     # ---------------------------------------------------------------- models
 
-    def bind(self) -> None:
-        """Let the pages on the disk be found that were computed by the models that are bound now."""
-        for namespace in [name for name in self._salts if not self.is_instant and self._has_other_models(name)]:
-            self.tier.cache.retire(partial(operator.eq, namespace))
-        if self._state != READY or self.is_instant:
-            return
-        to_bind, self._to_bind = self._to_bind, {}
-        for namespace, arity in to_bind.items():
-            if namespace in self._salts and (models := self._models_of(namespace)) is not None:
-                self._bind(namespace, models, arity)
-        models_of = {
-            name: self._models_of(name) for name in {space.namespace for space in self.spaces} - self._salts.keys()
-        }
-        found = {
-            space.namespace: space.models for space in self.spaces if space.models == models_of.get(space.namespace)
-        }
-        for namespace, models in found.items():
-            self._bind(namespace, models, 0)
+    def bind(self, lora_id: str | None = None) -> None:
+        """Let pages be found of models that have been bound: see `SpaceBindings.bind`."""
+        self.bindings.bind(lora_id)
 
     def built(self) -> asyncio.Future[None] | None:
-        """Return the future that ends when all pages of the models that are bound can be found.
+        """Return the future that ends when they can be found: see `SpaceBindings.built`."""
+        return self.bindings.built()
 
-        None: they can, or there is no disk to read. Others may wait for it, too.
-        """
-        if not self._is_building_up:
-            return None
-        if self._built is None:
-            self._built = asyncio.get_running_loop().create_future()
-        return self._built
-
-    @property
-    def _is_building_up(self) -> bool:
-        return self._state in ("opening", "reading") or (self._state == READY and self.spaces.is_building)
-
-    def _settle_built(self) -> None:
-        if self._built is not None and not self._is_building_up:
-            future, self._built = self._built, None
-            _settle(future, None)
-
-    def _has_other_models(self, namespace: str | None) -> bool:
-        """Return whether the pages of a namespace were written as those of other models than are bound now."""
-        space = self.spaces.current(namespace)
-        return space is not None and space.models != self._models_of(namespace)
-
-    def note_namespace(self, key: RadixKey) -> None:
-        """Bind the models of a namespace that has no space, for a lease that has begun with a request's key."""
-        namespace = key.extra_key
-        if namespace in self._salts:
-            return
-        models, arity = self._models_of(namespace), self.tier.cache.tree_key(key[:2]).arity
-        if models is None:
-            self._warn_unbound(namespace)
-        elif self.is_instant:
-            self._salts[namespace] = next(self._serials)
-        elif self._state == READY:
-            self._bind(namespace, models, arity)
-        else:  # Uses count from now on; pages are written when the disk is ready.
-            self._salts[namespace] = next(self._serials)
-            self._to_bind[namespace] = arity
+    # ---------------------------------------------------------------- the disk's own work
 
     def note_change(self) -> None:
         """Look at the reserve of the lowest tier in memory soon, as pages were published or unlocked."""
         if self.config.admit == "all" and not self.is_instant:
             self.wake()
-
-    def _warn_unbound(self, namespace: str | None) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "no KV of %s is kept on the disk, as no model is bound to it: bind_model, or name the base of all "
-                'sessions with CacheConfig(fingerprint="...")',
-                _named(namespace),
-            )
-
-    def _bind(self, namespace: str | None, models: Models, arity: int) -> None:
-        """Make the youngest space of these models current, or a new one."""
-        serial = self._salts.setdefault(namespace, next(self._serials))
-        space = self.spaces.bind(namespace, models)
-        self._run(self._add_space(namespace, models, arity, serial) if space is None else self._feed(space))
-
-    async def _add_space(self, namespace: str | None, models: Models, arity: int, serial: int) -> None:
-        base, adapter, label = models
-        named = namespace, base or "", adapter, label or "", arity
-        while self._salts.get(namespace) == serial:
-            try:
-                added = await self._do(lambda store: store.index.add_space(*named))
-            except DiskError as error:
-                logger.warning("the KV of %s is not kept on the disk yet: %s", _named(namespace), error)
-                await asyncio.sleep(disk_errors.RETRY_S)
-                continue
-            space = self.spaces.add(added.number, namespace, models, arity)
-            if self._salts.get(namespace) == serial:
-                self.spaces.begin(space)
-                self.writes.ask_again()
-                self.wake()
-            else:  # it was retired meanwhile
-                self.deletions.delete(self.spaces.retire_space(space))
-            return
-
-    async def _feed(self, space: DiskSpace) -> None:
-        """Read the rows of a space, and have its tree built."""
-        runs, place = RowRuns(self._page, space.namespace, space.arity), FIRST
-        at: RowPlace | None = place
-        while at is not None and space.builder is not None:
-            done: list[RowRun] = []
-            left_out: list[IndexRow] = []
-            try:
-                read = partial(_read_runs, runs=runs, number=space.number, place=at)
-                done, left_out, at = await self._do_surely(read)
-            except IndexDamaged:  # It is replaced.
-                at = None
-            self.spaces.give(space, done, left_out, is_last=at is None)
-            self._is_building = True
-            self.wake()
-
-    def _space_of(self, namespace: str | None) -> int | None:
-        """Return the number of the space to which pages of a namespace are written; None: it is not ready."""
-        space = self.spaces.current(namespace)
-        return None if space is None or space.builder is not None else space.number
-
-    # ---------------------------------------------------------------- the disk's own work
 
     def wake(self) -> None:
         """Do the disk's work soon."""
@@ -601,16 +492,18 @@ class DiskTier:
         if self._is_closed or self._state != READY:
             return
         assert self._writer is not None
-        has_more = self.spaces.build(_BUILT_AT_ONCE)
-        if self._is_building and not has_more:
+        built, has_more = self.bindings.build()
+        self.writes.resume([space.namespace for space in built])
+        if built and not has_more:
             self.writes.ask_again()
-        self._is_building = has_more
-        self._settle_built()
+        has_more |= self.bindings.delete_emptied(self._writer)
+        self.spaces.deleted([self._deleted.popleft() for _ in range(min(_FREED_AT_ONCE, len(self._deleted)))])
+        has_more |= bool(self._deleted)
         has_more |= self._keep_free()
         self._leaving.delete(self._writer)
         may_begin = self._clock() >= self._paused_until and self.may_begin()
         if may_begin:
-            self.writes.begin(self._writer, self._space_of)
+            self.writes.begin(self._writer, self.bindings)
         self._set_timer()
         if has_more or (may_begin and self.writes.may_look_on and self._writer.may_write):
             self.wake()
@@ -627,11 +520,15 @@ class DiskTier:
         self._timer = None
         self.wake()
 
-    def _after_write(self, error: DiskError | None) -> None:
+    def _end_commit(self, error: DiskError | None) -> None:
+        """Begin no write for a while after an error."""
         if error is not None:
             self._last_error = str(error)
             self._note_error(error)
             self._paused_until = self._clock() + disk_errors.RETRY_S
+
+    def _after_write(self, error: DiskError | None) -> None:
+        self._end_commit(error)
         self._last_day.add(self.writes.counts.num_bytes - self._noted_bytes)
         self._noted_bytes = self.writes.counts.num_bytes
         self.wake()
@@ -716,20 +613,15 @@ class DiskTier:
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> None:
         """Delete the spaces of namespaces, which the disk's cache is about to retire: see `deletions.future`."""
-        for namespace in [namespace for namespace in self._salts if is_meant(namespace)]:
-            del self._salts[namespace]
         self.writes.forget(is_meant)
         if self.is_instant:
             return
         self.deletions.retire(is_meant, self.spaces.retire)
-        self._settle_built()
+        self.bindings.settle()
 
     def _end_deletion(self, numbers: Sequence[int]) -> None:
-        """Give the records of deleted spaces back."""
-        if self._state == "reading":
-            self._deleted += numbers
-        else:
-            self.spaces.deleted(numbers)
+        """Give the records of deleted spaces back soon: after all rows have been read."""
+        self._deleted += numbers
         self.wake()
         self._on_change()
 
@@ -760,7 +652,7 @@ class DiskTier:
         self.deletions.close(self._writer)
         self._is_closed = True
         self._state = CLOSED
-        self._settle_built()
+        self.bindings.settle()
         for task in self._tasks:
             task.cancel()
         if self._timer is not None:
@@ -779,9 +671,7 @@ class DiskTier:
         for keeper in self.keepers.values():
             keeper.check_invariants()
         self._leaving.check_invariants()
-        for namespace in self._salts:
-            space = self.spaces.current(namespace)
-            assert space is None or space.models == self._models_of(namespace), f"{space} is of other models"
+        self.bindings.check_invariants()
 
 
 class _Retirements:
@@ -810,17 +700,14 @@ class _Retirements:
         self._disk.retire(is_meant)
 
 
-class _Namespaces(_Retirements):
+class _Changes(_Retirements):
     """Observes the first tier's cache."""
 
-    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """Bind the models of the lease's namespace, if it is new."""
-        if lease.session_id != TIERS:
-            self._disk.note_namespace(lease.key)
-
     def published(self, lease: LeaseRecord) -> None:
-        """Look at the pool's reserve."""
+        """Look at the pool's reserve, and at the models of the lease's namespace."""
         self._disk.note_change()
+        if lease.session_id != TIERS:
+            self._disk.bindings.note_published(lease.key.extra_key)
 
     def ended(self, lease: LeaseRecord) -> None:
         """Look at the pool's reserve."""
@@ -846,19 +733,6 @@ def _make_keepers(cache: KVCache) -> Mapping[Kind, RecordKeeper]:
     return keepers
 
 
-def _named(namespace: str | None) -> str:
-    """Return a namespace in words, without its salt."""
-    if namespace is None:
-        return "the default namespace"
-    try:
-        extra_key, lora_id, cache_salt = unframe_namespace(namespace)
-    except ValueError:  # a caller of the core made it
-        return f"namespace {brief(namespace)}"
-    named = {"extra_key": extra_key, "lora_id": lora_id}
-    parts = [f"{name}={brief(text)}" for name, text in named.items() if text is not None]
-    return f"the namespace with {', '.join([*parts, *['a cache_salt'] * (cache_salt is not None)])}"
-
-
 def _in_use(error: FolderInUse) -> str:
     """Return the state of a tier of which another process has the folder."""
     return "locked by another process" if error.pid is None else f"locked by pid {error.pid}"
@@ -872,29 +746,5 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
 # ---------------------------------------------------------------- tasks of the writer's thread
 
 
-def _spaces(store: DiskStore) -> list[Space]:
-    """Return the spaces, once what is damaged was dropped: it would be met again at each start."""
-    with index_values("reading the index"):
-        found = store.index.spaces()
-        while store.index.drop_bad():
-            pass
-    return found
-
-
-def _records(store: DiskStore, *, number: int, place: RowPlace) -> tuple[Numbers, Numbers, RowPlace | None]:
-    return store.index.records(number, place, _RECORDS_AT_ONCE)
-
-
-def _read_runs(
-    store: DiskStore, *, runs: RowRuns, number: int, place: RowPlace
-) -> tuple[list[RowRun], list[IndexRow], RowPlace | None]:
-    """Read some rows of a space, and note their sums."""
-    rows, after = store.index.rows(number, place, _ROWS_AT_ONCE)
-    with index_values("reading the index"):
-        rows = [row for row in rows if store.holds(row)]
-        store.note(rows)
-        done = runs.add(rows)
-        if after is None:
-            done = [*done, *runs.end()]
-    left_out, runs.left_out = runs.left_out, []
-    return done, left_out, after
+def _records(store: DiskStore, *, place: RowPlace) -> tuple[Numbers, Numbers, Numbers, RowPlace | None]:
+    return store.index.records(place, _RECORDS_AT_ONCE)

@@ -14,6 +14,7 @@ from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write, Written
 from raydix.actors.tiers.due_prefixes import DuePrefixes
 from raydix.actors.tiers.record_file import stride_of
+from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.cache_core import KVPool, RadixKey, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.move import Move
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 MOST_PAGES = 256  # of one write: their rows take about 1 ms of the loop
 _LOOKED_AT = 16  # due prefixes that one slice looks up: about 1 ms
-
-SpaceOf = Callable[[str | None], int | None]  # namespace -> number of its space; None: it has none, or not yet
 
 
 class Source(NamedTuple):
@@ -109,6 +108,7 @@ class DiskWrites:
         self._has_more = False  # whether due prefixes were not looked at, as a slice has ended
         self._elsewhere: list[RadixKey] = []  # due prefixes that lie in another tier than the batch in the making
         self._blocked: list[RadixKey] = []  # due prefixes of which a part is being written
+        self._waiting = DuePrefixes()  # those of which the space is being built
         self._batches: set[_Batch] = set()
         self._after_writes: list[Callable[[], object]] = []
         self._records: dict[Tier, PageRecords] = {}
@@ -120,12 +120,12 @@ class DiskWrites:
     @property
     def num_due(self) -> int:
         """Prefixes that wait to be written."""
-        return len(self._due) + len(self._blocked)
+        return len(self._due) + len(self._blocked) + len(self._waiting)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is due, and no write is in flight."""
-        return self.is_ahead and not (self._due or self._blocked or self._batches)
+        return self.is_ahead and not (self._due or self._blocked or self._waiting or self._batches)
 
     @property
     def may_look_on(self) -> bool:
@@ -139,6 +139,14 @@ class DiskWrites:
         """Look at the whole reserve again: pages of more namespaces are kept now."""
         self._all_moves[-1].ask_again()
 
+    def resume(self, namespaces: Iterable[str | None]) -> None:
+        """Look at the due prefixes of namespaces again, of which the spaces are built now."""
+        for namespace in namespaces:
+            if namespace in self._waiting.namespaces:
+                for key in [key for key in self._waiting if key.extra_key == namespace]:
+                    self._waiting.take(key)
+                    self.offer(key)
+
     def offer(self, key: RadixKey) -> None:
         """Write a prefix soon: a tree's key of whole pages."""
         self.counts.due_dropped += self._due.offer(key)
@@ -146,6 +154,7 @@ class DiskWrites:
     def forget(self, is_meant: Callable[[str | None], bool]) -> None:
         """Forget the prefixes of namespaces that are retired. Writes in flight publish nothing of them."""
         self._due.forget(is_meant)
+        self._waiting.forget(is_meant)
         self._blocked = [key for key in self._blocked if not is_meant(key.extra_key)]
 
     # ---------------------------------------------------------------- without tensors
@@ -176,17 +185,18 @@ class DiskWrites:
         window = self._all_moves[0].upper.cache.radix.parts.window
         return 0 if window is None else -(-window.tail // self._page) + 1
 
-    def begin(self, writer: DiskWriter, space_of: SpaceOf) -> None:
-        """Begin a write if the writer takes one: a slice of the loop."""
+    def begin(self, writer: DiskWriter, spaces: SpaceBindings) -> None:
+        """Begin a write if the writer takes one: a slice of the loop. New spaces of it are committed before it."""
         self._has_more = False
         if not writer.may_write or self._after_writes or self._awaits_records():
             return
-        batch = self._next_batch(writer.buffer_bytes, space_of)
+        batch = self._next_batch(writer.buffer_bytes, spaces)
         if batch is None:
             return
         self._batches.add(batch)
         self._has_more = bool(self._due)
-        records, source = self._records_of(batch, space_of)
+        records, source = self._records_of(batch, spaces)
+        spaces.commit_new(writer)
         batch.write = writer.write(records, partial(self._end_gathering, batch), partial(self._end, batch), source)
 
     def _awaits_records(self) -> bool:
@@ -215,14 +225,13 @@ class DiskWrites:
             return 0 if swa is None else swa.available_size() // self._page
         return cache.free_slots // self._page
 
-    def _next_batch(self, buffer_bytes: int, space_of: SpaceOf) -> _Batch | None:
+    def _next_batch(self, buffer_bytes: int, spaces: SpaceBindings) -> _Batch | None:
         """Plan the moves of a batch, all from one tier; None: nothing is to be written, or this slice finds nothing."""
         found: list[tuple[Moves, Move]] = []
         due: list[RadixKey] = []
         num_bytes = num_looked_at = 0
         page_bytes = max(1, self._strides.get("full", 0) + self._strides.get("swa", 0))
-        waiting = {namespace for namespace in self._due.namespaces if space_of(namespace) is None}
-        while (key := self._due.hottest(waiting)) is not None:
+        while (key := self._due.hottest()) is not None:
             num_looked_at += 1
             if num_looked_at > _LOOKED_AT:
                 self._has_more = True
@@ -232,6 +241,9 @@ class DiskWrites:
             if room < 1 or (found and not self._has_room()):
                 break
             self._due.take(key)
+            if not spaces.is_ready(key.extra_key):
+                self.counts.due_dropped += self._waiting.offer(key)
+                continue
             planned = self._plan(key, room, found[0][0] if found else None)
             if planned is None:
                 continue
@@ -246,7 +258,7 @@ class DiskWrites:
         while self._elsewhere:
             self.offer(self._elsewhere.pop())
         if not found and self._reserve and not self._has_more:
-            found, num_bytes = self._coldest(buffer_bytes, space_of)
+            found, num_bytes = self._coldest(buffer_bytes)
         if not found:
             return None
         numbers = {kind: self._numbers_of(kind, [move for _, move in found]) for kind in self._keepers}
@@ -283,7 +295,7 @@ class DiskWrites:
             self._blocked.append(key)
         return None
 
-    def _coldest(self, buffer_bytes: int, space_of: SpaceOf) -> tuple[list[tuple[Moves, Move]], int]:
+    def _coldest(self, buffer_bytes: int) -> tuple[list[tuple[Moves, Move]], int]:
         """Begin to write the KV that the last tier in memory would drop next."""
         moves, found, num_bytes = self._all_moves[-1], list[tuple[Moves, Move]](), 0
         plan = moves.plan_demotion(self._reserve)
@@ -310,15 +322,14 @@ class DiskWrites:
         numbers: list[int] = (np.concatenate(starts) // self._page).tolist()
         return numbers
 
-    def _records_of(self, batch: _Batch, space_of: SpaceOf) -> tuple[dict[Kind, Records], PageRecords]:
+    def _records_of(self, batch: _Batch, spaces: SpaceBindings) -> tuple[dict[Kind, Records], PageRecords]:
         """Return the records of a batch with their rows, and the pool of their pages. The rows are noted first."""
         parts = _Parts()
         for _, move in batch.moves:
-            number = space_of(move.key.extra_key)
-            assert number is not None, "a page is written for a namespace without a space"
-            self._add(parts, move, number)
+            self._add(parts, move, spaces.number_for(move.key))
         for kind, keeper in self._keepers.items():
-            keeper.add_rows(np.array(batch.numbers[kind], np.int64))
+            numbers = [(row.record, row.space) for row in parts.rows[kind]]
+            keeper.add_rows(*np.array(numbers, np.int64).reshape(-1, 2).T)
         records = {
             kind: Records(np.concatenate(parts.starts[kind]), parts.rows[kind])
             for kind in self._keepers

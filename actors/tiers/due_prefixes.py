@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from raydix.cache_core import RadixKey
 
@@ -43,13 +43,9 @@ class DuePrefixes:
         """The namespaces of the prefixes."""
         return self._numbers.keys()
 
-    def hottest(self, waiting: Container[str | None] = ()) -> RadixKey | None:
-        """Return the prefix that was used last; None if there is none.
-
-        Args:
-            waiting: namespaces of which the prefixes wait.
-        """
-        return next((key for key in reversed(self._keys.values()) if key.extra_key not in waiting), None)
+    def hottest(self) -> RadixKey | None:
+        """Return the prefix that was used last; None if there is none."""
+        return next(reversed(self._keys.values()), None)
 
     def take(self, key: RadixKey) -> None:
         """Remove a prefix."""

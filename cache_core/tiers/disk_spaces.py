@@ -2,13 +2,16 @@
 
 A space is a namespace and the models that computed its KV. At most one space of a namespace is current: its pages are
 in the tree. All others are dormant: their records have rows, no node, and are evicted first. A dormant space becomes
-current when its models are bound to its namespace; of several, the youngest.
+current when its models are bound to its namespace; of several, the youngest. A space ends when it is retired, or with
+its last row.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -32,6 +35,7 @@ class DiskSpace:
         models: that computed its KV.
         arity: ids of a tuple in its keys; 0: plain ids.
         builder: puts its rows into the tree; None: it is dormant, or all of them are there.
+        num_rows: committed, or in a write.
     """
 
     number: int
@@ -39,6 +43,7 @@ class DiskSpace:
     models: Models
     arity: int = 0
     builder: TreeBuilder | None = None
+    num_rows: int = 0
     _kinds: list[Numbers] = field(default_factory=list)  # its dormant records by depth, for each of `KINDS`
     _records: list[Numbers] = field(default_factory=list)
 
@@ -47,9 +52,13 @@ class DiskSpace:
         self._kinds.append(kinds)
         self._records.append(records)
 
-    def pop_records(self, num_pages: int) -> dict[Kind, Numbers]:
-        """Take out the deepest records, with about so many pages of full KV; all, if there are fewer."""
-        taken: dict[Kind, list[Numbers]] = {}
+    def pop_records(self, num_pages: int) -> list[tuple[Numbers, Numbers]]:
+        """Take out the deepest records, with about so many pages of full KV; all, if there are fewer.
+
+        Returns:
+            Parts of kinds and records, as `add_records` takes them.
+        """
+        taken: list[tuple[Numbers, Numbers]] = []
         while num_pages > 0 and self._records:
             kinds, records = self._kinds.pop(), self._records.pop()
             pages = np.flatnonzero(kinds == 0)
@@ -58,20 +67,20 @@ class DiskSpace:
                 self._kinds.append(kinds[:stop])
                 self._records.append(records[:stop])
             num_pages -= len(pages)
-            for place, kind in enumerate(KINDS):
-                taken.setdefault(kind, []).append(records[stop:][kinds[stop:] == place])
-        return {kind: np.concatenate(parts) for kind, parts in taken.items()}
+            taken.append((kinds[stop:], records[stop:]))
+        return taken
 
-    def pop_all(self) -> dict[Kind, Numbers]:
-        """Take out all dormant records."""
-        return self.pop_records(2**62)
+    def pop_all(self) -> list[tuple[Numbers, Numbers]]:
+        """Take out all dormant records, as `pop_records` does."""
+        taken = list(zip(self._kinds, self._records, strict=True))
+        self._kinds, self._records = [], []
+        return taken
 
 
 class DiskSpaces:
     """The spaces of a disk tier.
 
-    At the start: `add` each space of the index, `read` all of its rows, then `end_reading`. From then on records are
-    free.
+    At the start: `add` each space of the index, `read` all rows, then `end_reading`. From then on records are free.
 
     Args:
         cache: of the disk tier.
@@ -82,10 +91,16 @@ class DiskSpaces:
         self._cache = cache
         self._keepers = keepers
         self._spaces: dict[int, DiskSpace] = {}  # the oldest first
-        self._by_namespace: dict[str | None, dict[int, DiskSpace]] = {}  # namespace -> its spaces, the oldest first
+        self._of_namespace: dict[str | None, tuple[DiskSpace, ...]] = {}  # the oldest first
         self._current: dict[str | None, DiskSpace] = {}
+        self._dormant: dict[int, DiskSpace] = {}  # the oldest first
+        self._of_models: dict[Models, dict[int, DiskSpace]] = {}  # models -> their dormant spaces
+        self._building: dict[int, DiskSpace] = {}  # spaces with builders
         self._to_build: dict[int, DiskSpace] = {}  # spaces of which the builders were given something
         self._ended: dict[int, DiskSpace] = {}  # spaces of which the deletion is not committed
+        self._emptied: dict[int, DiskSpace] = {}  # spaces that had no row left
+        for keeper in keepers.values():
+            keeper.on_rows = self._count_rows
 
     def __iter__(self) -> Iterator[DiskSpace]:
         return iter(self._spaces.values())
@@ -93,41 +108,72 @@ class DiskSpaces:
     def __len__(self) -> int:
         return len(self._spaces)
 
+    def _count_rows(self, spaces: Numbers, sign: int) -> None:
+        for number, num_rows in Counter(spaces.tolist()).items():
+            if (space := self._spaces.get(number)) is not None:
+                space.num_rows += sign * num_rows
+                if not space.num_rows:
+                    self._emptied[number] = space
+
     # ---------------------------------------------------------------- the start
 
     def add(self, number: int, namespace: str | None, models: Models, arity: int = 0) -> DiskSpace:
         """Add a space of the index, which is dormant. The youngest must come last."""
-        space = self._spaces[number] = DiskSpace(number, namespace, models, arity)
-        self._by_namespace.setdefault(namespace, {})[number] = space
+        space = self._spaces[number] = self._dormant[number] = DiskSpace(number, namespace, models, arity)
+        self._of_namespace[namespace] = (*self._of_namespace.get(namespace, ()), space)
+        self._of_models.setdefault(models, {})[number] = space
         return space
 
-    def read(self, number: int, kinds: Numbers, records: Numbers) -> list[tuple[Kind, int]]:
-        """Note the records of some rows of a space, by depth; return those of which the rows must be deleted.
+    def read(self, spaces: Numbers, kinds: Numbers, records: Numbers) -> list[tuple[Kind, int]]:
+        """Note the records of some rows, by space and depth; return those of which the rows must be deleted.
 
-        These lie beyond the end of their file, or the tier has none of their kind. The space may have been retired.
+        These lie beyond the end of their file, or the tier has none of their kind. A space may have been retired; rows
+        of other spaces are ignored.
 
         Args:
+            spaces: the numbers of the spaces.
             kinds: of the records, by their places in `KINDS`.
         """
-        is_good = np.zeros(len(records), np.bool_)
+        runs = [(int(spaces[start]), start, stop) for start, stop in _runs(spaces)]
+        runs = [run for run in runs if run[0] in self._spaces or run[0] in self._ended]
+        is_known, is_good = np.zeros(len(records), np.bool_), np.zeros(len(records), np.bool_)
+        for _, start, stop in runs:
+            is_known[start:stop] = True
         for place, kind in enumerate(KINDS):
             if kind in self._keepers:
-                mine = np.flatnonzero(kinds == place)
-                is_good[mine] = self._keepers[kind].add_dormant(records[mine])
-        space = self._spaces.get(number) or self._ended[number]
-        space.add_records(kinds[is_good], records[is_good])
-        return [(KINDS[kinds[at]], int(records[at])) for at in np.flatnonzero(~is_good)]
+                mine = np.flatnonzero(is_known & (kinds == place))
+                is_good[mine] = self._keepers[kind].add_dormant(records[mine], spaces[mine])
+        for number, start, stop in runs:
+            space = self._spaces.get(number) or self._ended[number]
+            good = is_good[start:stop]
+            space.add_records(kinds[start:stop][good], records[start:stop][good])
+        return [(KINDS[kinds[at]], int(records[at])) for at in np.flatnonzero(is_known & ~is_good)]
 
     def end_reading(self) -> None:
         """Free all records that no row names."""
         for keeper in self._keepers.values():
             keeper.end_reading()
+        self._emptied |= {number: space for number, space in self._spaces.items() if not space.num_rows}
 
     # ---------------------------------------------------------------- models
 
     def current(self, namespace: str | None) -> DiskSpace | None:
         """Return the space of which the pages of a namespace can be matched, and to which new ones are written."""
         return self._current.get(namespace)
+
+    @property
+    def all_current(self) -> Iterable[DiskSpace]:
+        """The current space of each namespace that has one."""
+        return self._current.values()
+
+    @property
+    def dormant_models(self) -> list[Models]:
+        """The models of which there are dormant spaces."""
+        return list(self._of_models)
+
+    def dormant(self, models: Models) -> list[DiskSpace]:
+        """Return the dormant spaces of these models, the oldest first."""
+        return list(self._of_models.get(models, {}).values())
 
     def bind(self, namespace: str | None, models: Models) -> DiskSpace | None:
         """Make the youngest space of these models the current one of its namespace, which must have none.
@@ -136,23 +182,32 @@ class DiskSpaces:
             The space, with a builder: read its rows, and give them to `build`. None: there is no such space; add one,
             and call `begin`.
         """
-        assert namespace not in self._current, f"namespace {namespace!r} has a current space"
-        for space in reversed(self._by_namespace.get(namespace, {}).values()):
+        for space in reversed(self._of_namespace.get(namespace, ())):
             if space.models == models:
+                self.begin(space)
                 space.builder = TreeBuilder(self._cache, self._keepers, namespace, space.arity)
-                self._current[namespace] = space
+                self._building[space.number] = space
                 return space
         return None
 
     @property
     def is_building(self) -> bool:
         """Whether pages of current spaces are still to be put into the tree."""
-        return any(space.builder is not None for space in self._current.values())
+        return bool(self._building)
 
     def begin(self, space: DiskSpace) -> None:
-        """Make a new space the current one of its namespace, which must have none. It has no rows."""
+        """Make a space the current one of its namespace, which must have none. It has no rows, or a builder follows."""
         assert space.namespace not in self._current, f"namespace {space.namespace!r} has a current space"
         self._current[space.namespace] = space
+        self._wake_up(space)
+
+    def _wake_up(self, space: DiskSpace) -> None:
+        """Take a space out of the dormant ones."""
+        if self._dormant.pop(space.number, None) is not None:
+            alike = self._of_models[space.models]
+            del alike[space.number]
+            if not alike:
+                del self._of_models[space.models]
 
     def give(self, space: DiskSpace, runs: Iterable[RowRun], left_out: Iterable[IndexRow], *, is_last: bool) -> None:
         """Give the builder of a space runs of its rows, and rows that belong to none.
@@ -168,78 +223,124 @@ class DiskSpaces:
             space.builder.is_fed = True
         self._to_build[space.number] = space
 
-    def build(self, num_pages: int) -> bool:
-        """Put about so many pages of current spaces into the tree; return whether there are more."""
-        left = num_pages
+    def build(self, num_pages: int) -> list[DiskSpace]:
+        """Put about so many pages of current spaces into the tree; return the spaces of which all are there now.
+
+        `may_build` says whether there is more.
+        """
+        left, built, rest = num_pages, list[DiskSpace](), list[tuple[Numbers, Numbers]]()
         while self._to_build and left > 0:
             number, space = next(iter(self._to_build.items()))
             if (builder := space.builder) is not None:  # else it was retired
                 before = builder.num_built
                 if builder.build(left):
-                    return True
+                    break
                 left -= 1 + builder.num_built - before
                 if builder.is_fed:
-                    self._drop(space.pop_all())  # records that no run has, such as those that another row names
+                    rest += space.pop_all()
                     space.builder = None
+                    del self._building[number]
+                    built.append(space)
             del self._to_build[number]
+        self._drop(rest)  # records that no run has, such as those that another row names
+        return built
+
+    @property
+    def may_build(self) -> bool:
+        """Whether builders have something to put into the tree."""
         return bool(self._to_build)
 
     # ---------------------------------------------------------------- evictions, retirements
 
     def drop_dormant(self, num_pages: int) -> int:
         """Let the deepest records of dormant spaces leave, the oldest space first; return the pages of full KV."""
-        left = num_pages
-        for space in self._spaces.values() if self._keepers["full"].num_dormant else ():
+        left, taken = num_pages, list[tuple[Numbers, Numbers]]()
+        for space in self._dormant.values() if self._keepers["full"].num_dormant else ():
             if left <= 0:
                 break
-            if space is not self._current.get(space.namespace):
-                left -= self._drop(space.pop_records(left))
-        return num_pages - left
+            parts = space.pop_records(left)
+            left -= sum(int(np.count_nonzero(kinds == 0)) for kinds, _ in parts)
+            taken += parts
+        return self._drop(taken)
 
-    def _drop(self, records: Mapping[Kind, Numbers]) -> int:
+    def _drop(self, taken: Sequence[tuple[Numbers, Numbers]]) -> int:
         """Let dormant records leave; others are left alone. Return the pages of full KV."""
         before = self._keepers["full"].num_dormant
-        for kind, numbers in records.items():
-            if kind in self._keepers:
-                self._keepers[kind].drop(numbers)
+        for kind, records in self._by_kind(taken):
+            self._keepers[kind].drop(records)
         return before - self._keepers["full"].num_dormant
+
+    def _by_kind(self, taken: Sequence[tuple[Numbers, Numbers]]) -> Iterator[tuple[Kind, Numbers]]:
+        """Yield the records of each kind that the tier has."""
+        if taken:
+            kinds, records = (np.concatenate(parts) for parts in zip(*taken, strict=True))
+            for place, kind in enumerate(KINDS):
+                if kind in self._keepers and len(mine := records[kinds == place]):
+                    yield kind, mine
 
     def retire(self, is_meant: Callable[[str | None], bool]) -> list[int]:
         """Retire all spaces of namespaces, current and dormant; return the numbers to delete from the index.
 
         Call it before the cache retires the namespaces. Nothing of the spaces can become current again.
         """
-        return self._end([space for space in self._spaces.values() if is_meant(space.namespace)])
+        meant = {number: space for number, space in self._spaces.items() if is_meant(space.namespace)}
+        self._ended |= meant
+        if len(meant) < len(self._spaces):
+            self.end(meant.values())
+        else:
+            self._end_all()
+        return list(meant)
 
-    def retire_space(self, space: DiskSpace) -> list[int]:
-        """Do `retire` for one space."""
-        return self._end([space])
-
-    def _end(self, spaces: Sequence[DiskSpace]) -> list[int]:
-        for space in spaces:
-            self._ended[space.number] = self._spaces.pop(space.number)
-            spaces_of = self._by_namespace[space.namespace]
-            del spaces_of[space.number]
-            if not spaces_of:
-                del self._by_namespace[space.namespace]
+    def _end_all(self) -> None:
+        """Do `end` for all spaces, in a third of the time: new weights may come in every training step."""
+        for space in self._building.values():
             if space.builder is not None:
                 space.builder.cancel()
                 space.builder = None
+        for spaces in (self._spaces, self._of_namespace, self._current, self._dormant, self._of_models, self._building):
+            spaces.clear()
+
+    def end(self, spaces: Iterable[DiskSpace]) -> None:
+        """Forget spaces, of which no record may be dormant, or which are being retired."""
+        for space in spaces:
+            if self._spaces.pop(space.number, None) is None:
+                continue
+            others = self._of_namespace.pop(space.namespace)
+            if len(others) > 1:
+                self._of_namespace[space.namespace] = tuple(other for other in others if other is not space)
+            if space.builder is not None:
+                space.builder.cancel()
+                space.builder = None
+                del self._building[space.number]
             if self._current.get(space.namespace) is space:
                 del self._current[space.namespace]
-        return [space.number for space in spaces]
+            else:
+                self._wake_up(space)
+
+    def end_emptied(self, most: int) -> list[int]:
+        """End spaces that have lost their last row; return the numbers to delete from the index, at most so many."""
+        taken = [self._emptied.pop(number) for number in list(islice(self._emptied, most))]
+        empty = [space for space in taken if not space.num_rows and space.number in self._spaces]
+        self.end(empty)
+        return [space.number for space in empty]
 
     def deleted(self, numbers: Iterable[int]) -> None:
         """Free the dormant records of retired spaces, when their deletion is committed; of others, do nothing."""
-        for space in [self._ended.pop(number) for number in numbers if number in self._ended]:
-            for kind, records in space.pop_all().items():
-                if kind in self._keepers:
-                    self._keepers[kind].free_dormant(records)
+        ended = [self._ended.pop(number) for number in numbers if number in self._ended]
+        for kind, records in self._by_kind([part for space in ended for part in space.pop_all()]):
+            self._keepers[kind].free_dormant(records)
 
     def lose_all(self) -> None:
         """Retire all spaces, and free their dormant records: a new index has none of them.
 
         The cache must have retired all namespaces that it has.
         """
-        self._end(list(self._spaces.values()))
+        self.retire(lambda namespace: True)
         self.deleted(list(self._ended))
+
+
+def _runs(values: Numbers) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last place, exclusive, of each run of equal values."""
+    if len(values):
+        starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+        yield from pairwise(starts)

@@ -34,16 +34,17 @@ class IndexRow(NamedTuple):
 
     @property
     def place(self) -> RowPlace:
-        """Where the row stands in the order of its space."""
-        return RowPlace(self.depth, KINDS.index(self.kind), self.record)
+        """Where the row stands in the order of all rows."""
+        return RowPlace(self.space, self.depth, KINDS.index(self.kind), self.record)
 
 
 class RowPlace(NamedTuple):
-    """A place in the order of a space's rows: by depth, then kind, then record."""
+    """A place in the order of rows: by space, then depth, then kind, then record."""
 
+    space: int
     depth: int
     kind: int
     record: int
 
 
-FIRST = RowPlace(0, 0, 0)
+FIRST = RowPlace(0, 0, 0, 0)

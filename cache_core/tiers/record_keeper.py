@@ -8,6 +8,8 @@ At the start all records are unread. A record that a row names is dormant until 
 have been read, the unread records are free. If the cache frees a record with a row, the record is leaving until the
 deletion of the row is committed. So no row names a record that is used for another page, and
 `free + private + tree + quarantined + unread + dormant + leaving == num_slots`.
+
+It also knows the space of each row, so that a space without rows is found.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ class RecordKeeper:
         num_records: of the pool.
         slots_of_record: slots from one record to the next.
         free: frees slots to the pool, the first ones of records.
+
+    Attributes:
+        on_rows: called with the spaces of rows that begin, and 1; or of rows that end, and -1.
     """
 
     def __init__(self, pool: _Pool, num_records: int, slots_of_record: int, free: Callable[[Starts], object]) -> None:
@@ -54,7 +59,9 @@ class RecordKeeper:
         self._states = np.full(num_records + 1, _UNREAD, np.uint8)  # state of each record; record 0 is for padding
         self._states[0] = _PLAIN
         self._counts = [0, 0, num_records, 0, 0]  # records of each state, without plain ones and those with rows
+        self._spaces = np.zeros(num_records + 1, np.int64)  # space of the row of each record that has one
         self._to_delete: list[Numbers] = []
+        self.on_rows: Callable[[Numbers, int], object] = lambda spaces, sign: None
         pool.take_all()
         pool.keeper = self
 
@@ -95,9 +102,11 @@ class RecordKeeper:
 
     # ---------------------------------------------------------------- the start
 
-    def add_dormant(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """Note records that rows name; return for each whether it is one that no row has named before."""
-        return self._move(numbers, _UNREAD, _DORMANT)
+    def add_dormant(self, numbers: Numbers, spaces: Numbers | int = 0) -> NDArray[np.bool_]:
+        """Note records that rows of spaces name; return for each whether it is one that no row has named before."""
+        is_moved = self._move(numbers, _UNREAD, _DORMANT)
+        self._begin_rows(numbers[is_moved], np.broadcast_to(spaces, len(numbers))[is_moved])
+        return is_moved
 
     def end_reading(self) -> None:
         """Free the records that no row names."""
@@ -124,13 +133,17 @@ class RecordKeeper:
 
     # ---------------------------------------------------------------- rows
 
-    def add_rows(self, numbers: Numbers) -> None:
-        """Note that rows are to be committed for records of the cache's. Call it before the writer has the rows."""
+    def add_rows(self, numbers: Numbers, spaces: Numbers | int = 0) -> None:
+        """Note that rows of spaces are to be committed for records of the cache's.
+
+        Call it before the writer has the rows.
+        """
         assert self._move(numbers, _PLAIN, _WITH_ROW).all(), "a record has a row already, or is not the cache's"
+        self._begin_rows(numbers, np.broadcast_to(spaces, len(numbers)))
 
     def rows_refused(self, numbers: Numbers) -> None:
         """Note that the index did not take rows. Records that are leaving stay so until their deletion is committed."""
-        self._move(numbers, _WITH_ROW, _PLAIN)
+        self._end_rows(numbers[self._move(numbers, _WITH_ROW, _PLAIN)])
 
     def take_leaving(self) -> Numbers:
         """Return the records of which the writer must delete the rows, behind its earlier commits; each once."""
@@ -141,6 +154,7 @@ class RecordKeeper:
     def rows_deleted(self, numbers: Numbers) -> None:
         """Free records of `take_leaving` when the deletion of their rows is committed."""
         assert self._move(numbers, _LEAVING, _PLAIN).all(), "a record is not leaving"
+        self._end_rows(numbers)
         self._free(numbers * self._step)
 
     def rows_not_deleted(self, numbers: Numbers) -> None:
@@ -181,6 +195,14 @@ class RecordKeeper:
             waiting = np.concatenate(self._to_delete)
             assert (self._states[waiting] == _LEAVING).all(), "the row of a record that is not leaving is to be deleted"
             assert len(_firsts(waiting)) == len(waiting), "a row is to be deleted twice"
+
+    def _begin_rows(self, numbers: Numbers, spaces: Numbers) -> None:
+        self._spaces[numbers] = spaces
+        self.on_rows(spaces, 1)
+
+    def _end_rows(self, numbers: Numbers) -> None:
+        if len(numbers):
+            self.on_rows(self._spaces[numbers], -1)
 
     def _leave(self, numbers: Numbers) -> None:
         if len(numbers):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from zlib import crc32
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from raydix.cache_core.tree.hashing import int64s
 from raydix.cache_core.tree.page_hashes import path_hashes
 from raydix.cache_core.tree.radix_key import RadixKey
 
-_MOST_SALTS = 65_536  # namespaces that have a salt; one more clears all of them
+_MOST_RETIREMENTS = 64  # that are remembered: clients choose names of namespaces, so there is no table of these
 
 
 class UseCounter:
@@ -21,13 +23,12 @@ class UseCounter:
 
     A request uses the pages that it publishes, and those that it hits, in whatever tier they lay. The former are
     counted when they are published, the latter when its lease ends. A request that was preempted and resumed counts
-    once. Pages are known by the hashes that their nodes keep.
+    once. Pages are known by the hashes that their nodes keep. A retirement forgets the uses of its namespaces.
 
     Args:
         cache: of the first tier.
         uses: the memory of uses.
-        salt_of: returns the salt of a namespace's uses, which changes when it is retired; None: its pages are not
-            counted. Without the function, all pages are counted.
+        is_counted: returns whether pages of a namespace are counted now; None: all are.
         on_due: called with a tree's key when its last page, and perhaps others, are used for the second time.
 
     Attributes:
@@ -39,16 +40,16 @@ class UseCounter:
         self,
         cache: KVCache,
         uses: SecondUse,
-        salt_of: Callable[[str | None], int | None] | None,
+        is_counted: Callable[[str | None], bool] | None,
         on_due: Callable[[RadixKey], object],
     ) -> None:
         self.num_uses = 0
         self.num_first_uses = 0
         self._cache = cache
         self._uses = uses
-        self._salt_of = self._own_salt if salt_of is None else salt_of
-        self._salts: dict[str | None, int] = {}  # namespace -> salt of its uses, if the counter gives it
-        self._num_salts = 0
+        self._is_counted = is_counted
+        self._retirements: deque[tuple[int, Callable[[str | None], bool]]] = deque(maxlen=_MOST_RETIREMENTS)
+        self._num_retirements = 0
         self._on_due = on_due
         self._counted: dict[str, int] = {}  # lease id -> published pages that were counted, or hit
 
@@ -77,25 +78,26 @@ class UseCounter:
             self._count(lease, 0, lease.prefix_len // self._cache.page_size)
 
     def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Give the namespaces other salts at their next uses."""
-        for namespace in [namespace for namespace in self._salts if is_meant(namespace)]:
-            del self._salts[namespace]
+        """Begin the next generation of namespaces, and so forget their uses."""
+        self._num_retirements += 1
+        self._retirements.append((self._num_retirements, is_meant))
 
-    def _own_salt(self, namespace: str | None) -> int:
-        if namespace not in self._salts:
-            if len(self._salts) >= _MOST_SALTS:
-                self._salts.clear()
-            self._num_salts += 1
-            self._salts[namespace] = self._num_salts
-        return self._salts[namespace]
+    def _salt_of(self, namespace: str | None) -> int:
+        """Return a hash of a namespace and its generation: the number of the last retirement that meant it.
+
+        After 64 other retirements it is that of the first generation again.
+        """
+        generation = next((number for number, is_meant in reversed(self._retirements) if is_meant(namespace)), 0)
+        return crc32((namespace or "").encode("utf-8", "surrogatepass"), generation)
 
     def _count(self, lease: LeaseRecord, first: int, stop: int) -> None:
         """Count pages [first, stop) of a lease. If leading ones were used before, they are due."""
-        salt = None if lease.resumed or stop <= first else self._salt_of(lease.key.extra_key)
-        if salt is None:
+        namespace = lease.key.extra_key
+        if lease.resumed or stop <= first or not (self._is_counted is None or self._is_counted(namespace)):
             return
         hashes = path_hashes(lease.node, self._cache.page_size, first, stop)
-        known = self._uses.count(int64s([bytes.fromhex(digest[:16]) for digest in hashes]), salt)
+        digests = [bytes.fromhex(digest[:16]) for digest in hashes]
+        known = self._uses.count(int64s(digests), self._salt_of(namespace))
         num_known = int(np.count_nonzero(known))
         self.num_uses += len(known)
         self.num_first_uses += len(known) - num_known

@@ -9,6 +9,7 @@ import pytest
 from support.tiers.large_disk import PAGE, config_of, disk_of, fill, prompts_of
 
 from raydix.actors import LocalPrefixCache
+from raydix.cache_core.tiers.disk_spaces import DiskSpace
 
 pytestmark = pytest.mark.more
 
@@ -26,11 +27,11 @@ async def test_a_killed_cache_of_many_pages_is_warm_again_and_serves_meanwhile(t
         disk = disk_of(cache)
         build = disk.spaces.build
 
-        def noted_build(num_pages: int) -> bool:
+        def noted_build(num_pages: int) -> list[DiskSpace]:
             before = disk.tier.cache.total_size()
-            has_more = build(num_pages)
+            done = build(num_pages)
             built.append((disk.tier.cache.total_size() - before) // PAGE)
-            return has_more
+            return done
 
         disk.spaces.build = noted_build  # type: ignore[method-assign]
         await cache.stats()

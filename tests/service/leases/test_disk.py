@@ -446,9 +446,7 @@ async def test_the_statistics_count_the_disk(tmp_path: Path) -> None:
             evictable_slots=0,
             protected_slots=0,
         )
-        assert stats == DiskTierStats(
-            state="ready", admit="second_use", slots=sizes, num_spaces=1, pages_used=8, pages_refused=8
-        )
+        assert stats == DiskTierStats(state="ready", admit="second_use", slots=sizes, pages_used=8, pages_refused=8)
         await twice(cache, PROMPT)
         await cache.evict(10**6)
         assert await found(cache, PROMPT) == ALL

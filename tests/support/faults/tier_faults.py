@@ -18,6 +18,7 @@ from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import DiskWriter, Done, Write, Written, _Threads
 from raydix.actors.tiers.disk_writes import DiskWrites
 from raydix.actors.tiers.lower_tiers import LowerTiers
+from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import TIERS
 from raydix.cache_core.leases.leased_cache import LeasedCache
@@ -189,13 +190,13 @@ def a_damaged_record_is_not_dropped(patch: Patch) -> None:
 
 @late_disk_fault
 def spaces_of_other_models_are_built(patch: Patch) -> None:
-    def bind(original: Any, self: DiskSpaces, namespace: Any, models: Any) -> Any:
-        for space in self:
-            if space.namespace == namespace:
-                space.models = models
-        return original(self, namespace, models)
+    def bind(original: Any, self: SpaceBindings, lora_id: str | None = None) -> None:
+        self._to_look.extend(self._spaces._dormant.values())
+        self._on_change()
 
-    around(patch, DiskSpaces, "bind", bind)
+    around(patch, SpaceBindings, "bind", bind)
+    around(patch, SpaceBindings, "_has_models", lambda original, self, space: True)
+    around(patch, SpaceBindings, "check_invariants", lambda original, self: None)
 
 
 @late_disk_fault
@@ -211,12 +212,13 @@ def a_first_bind_retires_nothing(patch: Patch) -> None:
 @late_disk_fault
 def of_equal_spaces_the_oldest_is_built(patch: Patch) -> None:
     def bind(original: Any, self: DiskSpaces, namespace: Any, models: Any) -> Any:
-        spaces = self._by_namespace.get(namespace, {})
-        self._by_namespace[namespace] = dict(reversed(spaces.items()))
+        spaces = self._of_namespace.get(namespace, ())
+        self._of_namespace[namespace] = tuple(reversed(spaces))
         try:
             return original(self, namespace, models)
         finally:
-            self._by_namespace[namespace] = spaces
+            if spaces:
+                self._of_namespace[namespace] = spaces
 
     around(patch, DiskSpaces, "bind", bind)
 

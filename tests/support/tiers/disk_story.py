@@ -10,6 +10,8 @@ from typing import Any
 from support.tiers.disk_rig import DiskRig
 from support.tiers.faulty_files import FaultyFileCalls
 
+from raydix.cache_core.tiers.disk_spaces import Models
+
 PROMPTS = [[1] * 16, [1] * 12 + [2] * 20, [7] * 24, [8] * 24, [9] * 24, [3] * 16]
 EVERY = 10**6  # more tokens than any pool has
 DISK_PAGES = 24  # fewer than the prompts have
@@ -46,10 +48,13 @@ class DiskStory:
         os.write(fd, f"{note}\n".encode())
         os.close(fd)
 
-    async def retire(self, rig: DiskRig, weights: str) -> None:
-        """Retire all, and wait until the disk has confirmed it."""
+    async def retire(self, rig: DiskRig, weights: str, models: Models | None = None) -> None:
+        """Retire all, and wait until the disk has confirmed it; perhaps other models are bound then."""
         self.note(f"?{weights}")
         rig.retire(weights, None)
+        if models is not None:
+            rig.models = models
+            rig.disk.bind()
         deletion = rig.disk.deletions.future()
         if deletion is not None:
             await rig.wait(deletion.done)
@@ -70,8 +75,7 @@ class DiskStory:
         rig.request(PROMPTS[2])  # it is being written
         await self.retire(rig, "b")
         await rig.twice(PROMPTS[1])
-        rig.models = ("m", None, "v2")
-        rig.disk.bind()
+        await self.retire(rig, "c", ("m", None, "v2"))
         await rig.settle()
         await rig.twice(PROMPTS[2])
 

@@ -79,14 +79,12 @@ class SmallDisk:
         self.copier = Copier(DiskCopies(self.pool, found))
         for space in await self.work(lambda store: store.index.spaces()):
             self.spaces.add(space.number, space.namespace, (space.base, space.adapter, space.label), space.arity)
-            place: RowPlace | None = FIRST
-            while place is not None:
-                at, number = place, space.number
-                kinds, records, place = await self.work(
-                    lambda store, n=number, at=at: store.index.records(n, at, _SLICE)
-                )
-                if refused := self.spaces.read(number, kinds, records):
-                    await self.work(lambda store, rows=refused: store.index.commit(removed=rows))
+        place: RowPlace | None = FIRST
+        while place is not None:
+            at = place
+            spaces, kinds, records, place = await self.work(lambda store, at=at: store.index.records(at, _SLICE))
+            if refused := self.spaces.read(spaces, kinds, records):
+                await self.work(lambda store, rows=refused: store.index.commit(removed=rows))
         self.spaces.end_reading()
         models = (self.model, None, "v1")
         if (bound := self.spaces.bind(None, models)) is not None:
@@ -109,7 +107,8 @@ class SmallDisk:
             done, place = await self.work(read)
             self.spaces.give(space, done, runs.left_out, is_last=place is None)
             runs.left_out = []
-            while self.spaces.build(_SLICE):
+            while self.spaces.may_build:
+                self.spaces.build(_SLICE)
                 self.check()
 
     async def close(self) -> None:
@@ -155,7 +154,7 @@ class SmallDisk:
             parent = hashes[place - 1] if place else None
             rows.append(IndexRow("full", start // PAGE, space.number, place + 1, hashes[place], b"", parent, ids))
         numbers = np.array([row.record for row in rows])
-        self.keeper.add_rows(numbers)
+        self.keeper.add_rows(numbers, space.number)
         written: asyncio.Future[Written] = asyncio.get_running_loop().create_future()
         records = {"full": Records(move.source_starts, rows)}
         self.writer.write(records, lambda: self.moves.let_go(move), written.set_result)  # type: ignore[arg-type]

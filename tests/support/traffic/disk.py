@@ -120,12 +120,11 @@ class DiskTraffic:
         """Note the records of all live spaces."""
         for number, (namespace, models) in sorted(self.live.items()):
             self.spaces.add(number, namespace, models)
-        for number in self.live:
-            places = [row.place for row in self.rows_of(number)]
-            for start in range(0, len(places), 5):
-                assert not self.cache.free_slots, "no slot is handed out before all rows are read"
-                kinds, records = np.array([place[1:] for place in places[start : start + 5]]).T
-                assert self.spaces.read(number, kinds, records) == []
+        places = sorted(row.place for row in self.index.values())
+        for start in range(0, len(places), 5):
+            assert not self.cache.free_slots, "no slot is handed out before all rows are read"
+            spaces, _, kinds, records = np.array(places[start : start + 5]).T
+            assert self.spaces.read(spaces, kinds, records) == []
         self.spaces.end_reading()
 
     def rows_of(self, number: int) -> list[IndexRow]:
@@ -218,7 +217,7 @@ class DiskTraffic:
         for row in rows:
             self.stamps[row.kind, row.record] = self.stamp_of(row, tokens)
         for kind, keeper in self.keepers.items():
-            keeper.add_rows(np.array([row.record for row in rows if row.kind == kind], np.int64))
+            keeper.add_rows(np.array([row.record for row in rows if row.kind == kind], np.int64), space)
         self.queue.append(Commit(added=rows, write=Write(lease, live_from)))
 
     def chain(self, namespace: str | None, tokens: Tokens) -> list[bytes]:

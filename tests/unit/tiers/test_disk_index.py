@@ -99,19 +99,20 @@ def test_rows_are_read_by_depth_in_slices_of_any_size(opened: Callable[..., Disk
     assert rows_of(index, one.number) == in_order([row for row in rows if row.space == one.number])
 
 
-def test_records_are_read_without_their_pages(opened: Callable[..., DiskIndex]) -> None:
+def test_records_of_all_spaces_are_read_without_their_pages(opened: Callable[..., DiskIndex]) -> None:
     index, rng = opened(), Random(11)
     space, other = a_space(index).number, a_space(index).number
     rows = [a_row(rng, space, record, kind=rng.choice(KINDS)) for record in rng.sample(range(1, 99), 40)]
-    index.commit([*rows, a_row(rng, other, 99)])
-    expected = [(row.place.kind, row.record) for row in in_order(rows)]
+    rows = [*in_order(rows), a_row(rng, other, 99, depth=1)]
+    index.commit(rows)
+    expected = [(row.space, row.place.kind, row.record) for row in rows]
 
     for limit in (1, 9, 40, 1000):
-        found: list[tuple[int, int]] = []
+        found: list[tuple[int, int, int]] = []
         place: RowPlace | None = FIRST
         while place is not None:
-            kinds, records, place = index.records(space, place, limit)
-            found += zip(kinds.tolist(), records.tolist(), strict=True)
+            spaces, kinds, records, place = index.records(place, limit)
+            found += zip(spaces.tolist(), kinds.tolist(), records.tolist(), strict=True)
         assert found == expected
 
 
@@ -127,7 +128,8 @@ def test_parents_tokens_and_planes_may_be_there_or_not(opened: Callable[..., Dis
     index.commit(rows)
 
     assert rows_of(index, space) == rows
-    assert [row.place for row in rows] == [RowPlace(1, 0, 1), RowPlace(2, 0, 2), RowPlace(2, 1, 2), RowPlace(2, 2, 2)]
+    places = [(1, 0, 1), (2, 0, 2), (2, 1, 2), (2, 2, 2)]
+    assert [row.place for row in rows] == [RowPlace(space, *place) for place in places]
 
 
 def test_removed_rows_are_gone_and_others_are_not(opened: Callable[..., DiskIndex]) -> None:
@@ -550,7 +552,7 @@ def test_a_damaged_index_is_found_or_its_rows_are_as_they_were(tmp_path: Path, s
         index = DiskIndex(str(tmp_path), LAYOUT)
         found = rows_of(index, space, 40)
         index.num_rows(space)
-        index.records(space)
+        index.records()
         index.commit(batch(space, 31), [("full", 3)])
         index.clean()
         index.close()

@@ -17,7 +17,7 @@ from support.tiers.disk_rig import PAGE, opened_rig, stalled_copies
 from support.tiers.disk_story import EVERY, PROMPTS, DiskStory
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors, disk_tier
+from raydix.actors.tiers import disk_errors, disk_tier, space_bindings
 from raydix.actors.tiers.disk_index import INDEX
 
 NONE, ALL = [0] * len(PROMPTS), [len(prompt) for prompt in PROMPTS]
@@ -30,9 +30,9 @@ WRITE_CALLS = ("pwritev", "BEGIN", "INSERT", "COMMIT")
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_errors, "RETRY_S", 0.003)
-    steps = {"_ROWS_AT_ONCE": 4, "_RECORDS_AT_ONCE": 4, "_BUILT_AT_ONCE": 2}
-    for name, value in steps.items():
-        monkeypatch.setattr(disk_tier, name, value)
+    monkeypatch.setattr(disk_tier, "_RECORDS_AT_ONCE", 4)
+    monkeypatch.setattr(space_bindings, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(space_bindings, "_BUILT_AT_ONCE", 2)
 
 
 async def run(work: Callable[[bool], Awaitable[None]], is_killed: bool) -> None:

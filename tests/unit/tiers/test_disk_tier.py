@@ -65,7 +65,7 @@ async def test_a_page_that_has_left_the_pool_is_written_from_the_host(tmp_path: 
         rig.models = ("m", None, "v1")
         assert rig.host is not None
         rig.request([1] * 16, cache=rig.host)
-        rig.disk.note_namespace(RadixKey([1]))
+        rig.disk.bind()
         await rig.settle()
 
         rig.disk.writes.offer(RadixKey([1] * 16))
@@ -242,7 +242,7 @@ async def test_a_request_short_of_slots_cancels_the_writes_that_lock_the_pool(tm
         rig.request([1] * 16)
         writer, resumed = rig.disk._writer, asyncio.Event()
         assert writer is not None
-        rig.disk.writes.begin(writer, rig.disk._space_of)
+        rig.disk.writes.begin(writer, rig.disk.bindings)
         assert rig.disk.writes.lock_pool and rig.core.evict(10**6) == 0
 
         rig.disk.writes.after_writes(resumed.set)

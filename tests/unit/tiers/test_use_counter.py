@@ -23,12 +23,12 @@ class Uses:
 
     def __init__(self) -> None:
         self.cache = make_cache()
-        self.salts: dict[str | None, int] = {None: 0}
+        self.counted: set[str | None] = {None}
         self._due: list[list[int]] = []
         self.counter = UseCounter(
             self.cache,
             SecondUse(100),
-            lambda name: self.salts.get(name),
+            lambda name: name in self.counted,
             lambda found: self._due.append(list(found.token_ids)),
         )
         self.cache.observers.append(self.counter)
@@ -102,20 +102,30 @@ def test_a_resumed_request_counts_once() -> None:
     assert (uses.counter.num_uses, uses.due()) == (2, [])
 
 
-def test_pages_of_a_namespace_without_a_salt_are_not_counted_and_a_retired_one_begins_anew() -> None:
+def test_pages_of_a_namespace_that_is_not_kept_are_not_counted_and_a_retirement_forgets_uses() -> None:
     uses = Uses()
-    uses.salts.clear()
+    uses.counted.clear()
     uses.request([1, 2])
     uses.request([1, 2])
     assert uses.counter.num_uses == 0
 
-    uses.salts[None] = 1
+    uses.counted.add(None)
     uses.request([1, 2])
     uses.cache.reset()
-    uses.salts[None] = 2
     uses.request([1, 2])
     assert uses.due() == []
     uses.request([1, 2])
+    assert uses.due() == [[1, 2]]
+
+
+def test_a_retirement_of_others_forgets_no_use() -> None:
+    uses = Uses()
+    uses.request([1, 2])
+
+    for number in range(200):
+        uses.cache.retire(lambda name, number=number: name == str(number))  # type: ignore[misc]
+    uses.request([1, 2])
+
     assert uses.due() == [[1, 2]]
 
 
