@@ -24,7 +24,6 @@ from raydix.actors.tiers.copier import Copied
 from raydix.actors.tiers.disk_deletions import DiskDeletions
 from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged, index_values
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S
-from raydix.actors.tiers.disk_index import Space
 from raydix.actors.tiers.disk_layout import index_layout, record_bytes
 from raydix.actors.tiers.disk_readers import DiskReaders
 from raydix.actors.tiers.disk_store import DiskStore
