@@ -156,7 +156,7 @@ class RequestHandlers:
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
         self.num_inserts += 1
         lease = self._core.leases.get(request.lease_id, session_id)
-        if not (lease.retired or self._bindings.may_publish(session_id, lease.key.extra_key)):
+        if self._bindings.disk is not None and not self._bindings.may_publish(session_id, lease.key.extra_key):
             lease.retired = True  # Its slots have KV of a model that is not known: no session may publish it.
         suffix = key_of(request.suffix, lease.key.extra_key)
         before, known_len = self._core.published_len(lease), request.known_len

@@ -99,8 +99,7 @@ class ModelBindings:
         elif difference := _difference(fingerprint, binding.fingerprint):
             raise ConfigMismatch(
                 f"{_name(lora_id)} is bound to another model in this cache: {difference}. If every worker has the "
-                f"new weights, call {_ending(lora_id)}; else use another "
-                f"{'cache' if lora_id is None else 'cache or lora_id'}"
+                f"new weights, call {_ending(lora_id)}; else use another cache, or another lora_id"
             )
         else:
             self._bindings.move_to_end(lora_id)
@@ -139,11 +138,9 @@ class ModelBindings:
     def may_publish(self, session_id: str, extra_key: str | None) -> bool:
         """Return whether KV that a session has computed may be published in a namespace, and note that it will be.
 
-        Without a disk it may be. With one, only sessions that have bound the models of the namespace may publish; until
+        Ask in a cache with a disk alone. Only sessions that have bound the models of the namespace may publish; until
         these are bound, any session may.
         """
-        if self.disk is None:
-            return True
         lora_id = _lora_id_of(extra_key)
         missing = [part for part in {None, lora_id} if not self._is_bound(session_id, part)]
         if not missing:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.faults.faults import Catalogue, Fault, Patch, around
-from support.faults.tier_faults import spaces_of_other_models_are_built
 from support.traffic.disk import DiskShape, DiskTraffic
 from support.traffic.radix import TrafficFailed
 
@@ -104,7 +103,13 @@ def hashes_are_those_of_other_pages(patch: Patch) -> None:
     around(patch, TreeBuilder, "_keep_hashes", keep_hashes)
 
 
-fault(spaces_of_other_models_are_built)
+@fault
+def spaces_of_other_models_are_built(patch: Patch) -> None:
+    def bind(original: Any, self: DiskSpaces, namespace: Any, models: Any) -> Any:
+        spaces = [space for space in self if space.namespace == namespace]
+        return original(self, namespace, spaces[-1].models if spaces else models)
+
+    around(patch, DiskSpaces, "bind", bind)
 
 
 @fault

@@ -18,6 +18,7 @@ from support.tiers.disk_service import DiskService
 from support.tiers.disk_story import EVERY, PROMPTS, DiskStory
 from support.tiers.tiered_service import tiered_config
 
+from raydix.actors.sessions import admission
 from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.disk_index import INDEX
 from raydix.actors.tiers.record_file import BLOCK
@@ -189,8 +190,11 @@ async def test_a_file_system_without_room_is_refused(small_disk: Path) -> None:
 # ---------------------------------------------------------------- a disk that does not answer
 
 
-async def test_a_retirement_of_a_stalled_disk_says_so_and_nothing_stale_is_found_after_a_kill(tmp_path: Path) -> None:
+async def test_a_retirement_of_a_stalled_disk_says_so_and_nothing_stale_is_found_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The writer makes no step: `set_weights` is refused in time, and the next life has the new weights."""
+    monkeypatch.setattr(admission, "_COMMIT_TIMEOUT_S", 0.02)
     cache = await service(tmp_path, load_timeout_s=0.02)
     await cache.put_on_disk(PROMPT)
     for _ in range(2):

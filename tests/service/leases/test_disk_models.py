@@ -175,5 +175,7 @@ async def test_a_configured_base_is_that_of_all_sessions(tmp_path: Path) -> None
 async def test_the_error_of_a_refused_bind_names_what_can_be_done(tmp_path: Path) -> None:
     async with opened(tmp_path) as cache:
         await cache.bind_model(MODEL)
-        with pytest.raises(ConfigMismatch, match=r"call set_weights\(label\) or reset\(\); else use another cache$"):
+        with pytest.raises(
+            ConfigMismatch, match=r"call set_weights\(label\) or reset\(\); else use another cache, or another lora_id$"
+        ):
             await cache.bind_model(ModelFingerprint(weights="step 0", fields={"name": "other"}))

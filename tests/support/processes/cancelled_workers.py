@@ -13,7 +13,7 @@ from support.caches.cache_under_test import pools_of
 from support.processes.shuffled_loop import CancelledAt
 
 from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient
-from raydix.schemas import CacheError, CacheStats, LeaseGrant
+from raydix.schemas import CacheError, CacheStats, CloseSession, LeaseGrant
 
 SETTLED_S = 30.0  # by the loop's own clock: waiters and silent sessions have been given up by then
 
@@ -37,6 +37,7 @@ class Floor:
         self.rng = rng
         self.grants: list[LeaseGrant] = []
         self.counts = {"done": 0, "refused": 0, "cancelled": 0}
+        self.left: set[str] = set()  # sessions that their clients have closed
         self.workers = [Worker(self) for _ in range(num_workers)]
 
     async def run(self, num_operations: int) -> None:
@@ -67,17 +68,27 @@ class Floor:
     async def end(self) -> None:
         """Check that no lease is left after all workers have released theirs, before and after they close."""
         await asyncio.sleep(SETTLED_S)
+        self.end_left()
         stats = self.stats()
         held = {(lease.lease_id, lease.session_id) for lease in self.cache._host.service.core.leases}
         assert not held, f"no worker holds {held}, and no grant of it stands"
         assert (stats.waiters, stats.quarantined_slots) == (0, 0), stats
         await asyncio.gather(*[worker.client.close() for worker in self.workers])
+        self.left |= {
+            worker.client.session.transport.session_id for worker in self.workers if worker.client.session.ready
+        }
         await asyncio.sleep(SETTLED_S)  # a session with a lost close expires
+        self.end_left()
         self.check_all_given_back()
         await self.cache.close()
         await asyncio.sleep(SETTLED_S)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"tasks are left: {left}"
+
+    def end_left(self) -> None:
+        """Have the processes of closed clients end: if a close was lost, its slots stay in quarantine until then."""
+        for session_id in self.left:
+            self.cache._host.service.close_session(CloseSession(session_id=session_id))
 
     def check_all_given_back(self) -> None:
         """Check that no lease is open, and that every slot is free or in the tree."""
@@ -248,6 +259,9 @@ class Worker:
     async def leave(self, cancel_at: int) -> int:
         """Close, and come back as another client."""
         leaving, self.client = self.client, PrefixCacheClient(self.floor.door)
+        session = leaving.session
+        expired = [transport.session_id for transport in session.writers._sessions]
+        self.floor.left.update([*expired, *([session.transport.session_id] if session.ready else [])])
         self.held.clear()
         num_awaits = (await self.floor.attempt(leaving.close(), cancel_at))[1]
         await leaving.close()  # waits for running operations
