@@ -38,8 +38,8 @@ class FullKV(LockAccounting):
         policy: the eviction policy.
         tenants: the tenants, with their candidates and retired nodes. Retired nodes go before all others.
         is_divided: whether tokens are counted by tenant.
-        on_victim: called with each live node that is about to leave the tree, or to lose its window KV or its state. It
-            must not change the tree. None: not called.
+        on_victim: called with each live node that is about to leave the tree, and None, or to lose its window KV or its
+            state, and that component. It must not change the tree. None: not called.
     """
 
     _queue: EvictionQueue | Tenants | TwoQueues  # the compiled loops push to it and pop from it
@@ -61,7 +61,7 @@ class FullKV(LockAccounting):
         self._aux = aux  # the components that hear of nodes that leave
         self.policy = policy
         self.is_divided = False
-        self.on_victim: Callable[[TreeNode], None] | None = None
+        self.on_victim: Callable[[TreeNode, Component | None], None] | None = None
 
     def divide(self, tenants: Tenants) -> None:
         """Count tokens by tenant from now on, and keep the tenants' floors. The tree must be empty.
@@ -172,7 +172,7 @@ class FullKV(LockAccounting):
         parent, live = leaf.parent, leaf.namespace.live
         assert parent is not None
         if live and self.on_victim is not None:
-            self.on_victim(leaf)
+            self.on_victim(leaf, None)
         for component in self._aux:
             component.on_remove(leaf)
         if self.two_queues is not None:

@@ -14,6 +14,9 @@ earlier. So the tail of a prefix is one window in whole pages and one page more;
 holds so: first of nodes that were in no tail, then of nodes in the tail that was used least recently. Fresh KV for a
 tombstone's tokens heals it.
 
+A node is a *stop* once a match or a request has ended there, or the pages of another request go on there. Requests come
+back to stops, so a tier below needs the window KV before these alone.
+
 Rules, checked by `check`:
 
 1. `evictable` is the tokens of live nodes without a window lock, `protected` of live nodes with one.
@@ -111,6 +114,10 @@ class WindowKV(Component):
         """Add a new, unlocked leaf that no tail has had: live, or a tombstone."""
         leaf.swa_tombstone = not live
         leaf.swa_access_time -= _NEVER
+        parent = leaf.parent
+        assert parent is not None
+        if len(parent.children) > 1:
+            parent.swa_stop = True
         if live:
             self.evictable += len(leaf)
             self._queue.push(leaf)
@@ -225,7 +232,8 @@ class WindowKV(Component):
     # ---------------------------------------------------------------- uses and locks
 
     def touch(self, end: TreeNode, now: int) -> None:
-        """Note the use of the tail up to `end`; nodes above it are not used."""
+        """Note the use of the tail up to `end`, which is a stop from now on; nodes above it are not used."""
+        end.swa_stop = True
         stop = end.end
         start, node, used, queue = max(0, stop - self.tail), end, list[TreeNode](), self._queue
         while stop > start:
@@ -276,6 +284,22 @@ class WindowKV(Component):
         if stop:  # the tail begins below the root
             boundary.swa_boundary_id = next(self._next_boundary_id)
         return WindowReceipt(end, stop)
+
+    def hold_from(self, receipt: WindowReceipt, start: int) -> None:
+        """Have a lock hold all window KV from token `start` on, if it holds less."""
+        node = receipt.node
+        while node.end > receipt.start:
+            assert node.parent is not None
+            node = node.parent
+        while node.end > start:
+            parent = node.parent
+            assert parent is not None
+            if not node.swa_lock_ref and not node.swa_tombstone:
+                self.evictable -= len(node)
+                self.protected += len(node)
+            node.swa_lock_ref += 1
+            node = parent
+        receipt.start = node.end
 
     def unlock(self, node: TreeNode, receipt: WindowReceipt) -> None:
         """Undo one `lock`; its receipt is used up."""
@@ -328,15 +352,37 @@ class WindowKV(Component):
                 num_tokens -= len(node)
         return found
 
-    def tail_end(self, node: TreeNode) -> TreeNode:
-        """Return the node at the end of the tail that a node is in, as far as it has one child after the other."""
-        stop = node.end - len(node) + self.tail
-        while len(node.children) == 1:
-            child: TreeNode = next(iter(node.children))
-            if child.swa_tombstone or child.end > stop:
-                break
-            node = child
-        return node
+    def tails_over(
+        self, node: TreeNode, beyond: Sequence[TreeNode] | None = None
+    ) -> tuple[list[TreeNode], list[TreeNode]]:
+        """Find the tails that a live node is in. O(1) for each node that is returned.
+
+        Args:
+            beyond: the second result for the parent of the node, which has no other child: then the first result leaves
+                out the nodes that it had for the parent. None: it has all.
+
+        Returns:
+            The live nodes with such tails at their ends, those above first; and the live nodes that follow them, or
+            that are the last of their paths.
+        """
+        inside: list[TreeNode] = []
+        behind: list[TreeNode] = []
+        waiting = [node] if beyond is None else list(beyond)
+        while waiting:
+            found = waiting.pop()
+            if found.swa_tombstone:
+                continue
+            is_inside = found.end - self.tail < node.end
+            if is_inside:
+                inside.append(found)
+                waiting += found.children.values()
+            if not is_inside or not found.children:
+                behind.append(found)
+        return inside, behind
+
+    def needs(self, end: TreeNode, node: TreeNode) -> bool:
+        """Return whether a match at the end of a node needs the window KV of a node on its path."""
+        return end.end - self.window < node.end
 
     def clear(self) -> None:
         """Forget everything."""

@@ -182,6 +182,7 @@ class Node:
     creation_time: int = cython.declare(cython.Py_ssize_t, visibility="public")
     hash_values: list[str] | None = cython.declare(list, visibility="public")
     swa_tombstone: bool = cython.declare(cython.bint, visibility="public")
+    swa_stop: bool = cython.declare(cython.bint, visibility="public")
     swa_lock_ref: int = cython.declare(cython.Py_ssize_t, visibility="public")
     swa_boundary_id: int | None = cython.declare(object, visibility="public")
     swa_access_time: int = cython.declare(cython.Py_ssize_t, visibility="public")
@@ -214,7 +215,7 @@ class Node:
         self.own_access_time = self.creation_time = now
         self.own_hits = 0
         self.own_priority = 0
-        self.swa_tombstone = False
+        self.swa_tombstone = self.swa_stop = False
         self.swa_lock_ref = 0
         self.swa_boundary_id = None
         self.swa_access_time = now

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from raydix.cache_core.base_prefix_cache import BasePrefixCache, MatchResult
+from raydix.cache_core.components.component import Component
 from raydix.cache_core.errors import LeaseRangeError, OutOfSlotsError
 from raydix.cache_core.eviction.history import EvictionRecord
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
@@ -320,6 +321,11 @@ class KVCache(LeasedCache):
         """
         return self._add_quiet(path.key, node, path.starts, len(path.starts), node.end)
 
+    def hold_window(self, lease: LeaseRecord, live_from: int) -> None:
+        """Lock all window KV of a source from a token on, besides its tail. No effect without a sliding window."""
+        if (window := self.radix.parts.window) is not None:
+            window.hold_from(lease.receipt, live_from)
+
     def find_source(self, key: RadixKey, limit: int) -> LeaseRecord:
         """Lock the cached prefix of the first `limit` units of a tree's key as the source of a copy: a request."""
         match = self.tree.match_pages(key, limit)
@@ -328,13 +334,16 @@ class KVCache(LeasedCache):
         self.count_request(lease, 1)
         return lease
 
-    def open_target(self, key: RadixKey, limit: int, with_state: bool = False) -> LeaseRecord:
+    def open_target(
+        self, key: RadixKey, limit: int, with_state: bool = False, live_from: int | None = None
+    ) -> LeaseRecord:
         """Take private pages for the tokens of a tree's key behind its full KV up to `limit`, which is locked.
 
         The use of the path is not noted, and no request is counted.
 
         Args:
             with_state: the lease gets a state slot.
+            live_from: the pages before this token get no window slots; None: all pages get some.
 
         Raises:
             OutOfSlotsError: too few slots or states are free or evictable; nothing was allocated.
@@ -342,11 +351,15 @@ class KVCache(LeasedCache):
         tenant, num_pages = self.tenants.of(key.extra_key), len(key) // self.page_size
         node, starts = self.radix.locate(key, limit)
         lease = self._add_quiet(key, node, starts, len(starts), len(starts) * self.page_size)
+        num_windows = None
+        if live_from is not None and self.tree.sliding_window_size is not None:
+            lease.swa_freed_len = min(live_from, len(key))
+            num_windows = num_pages - max(len(starts), lease.swa_freed_len // self.page_size)
         try:
-            self.pools.check_pages(num_pages - len(starts), tenant)
+            self.pools.check_pages(num_pages - len(starts), tenant, num_windows)
             if with_state:
                 lease.state_slot = self.pools.take_state(tenant)
-            lease.add_pages(self.pools.take_pages(num_pages - len(starts), tenant))
+            lease.add_pages(self.pools.take_pages(num_pages - len(starts), tenant, num_windows))
         except BaseException:  # a pool may raise while an eviction frees pages to it
             self.end_quietly(lease)
             raise
@@ -375,8 +388,9 @@ class KVCache(LeasedCache):
         """
         page, first = self.page_size, lease.num_published_pages
         live_from = min(live_from, len(key))
-        if self.tree.sliding_window_size is not None and live_from > first * page:
-            self.pools.free_window(lease.starts[first : live_from // page])
+        has_windows_from = max(first * page, lease.swa_freed_len)
+        if self.tree.sliding_window_size is not None and live_from > has_windows_from:
+            self.pools.free_window(lease.starts[has_windows_from // page : live_from // page])
             lease.swa_freed_len = live_from
         num_new = 0
         if len(key) > first * page:
@@ -498,7 +512,7 @@ class KVCache(LeasedCache):
 
     # ---------------------------------------------------------------- eviction, retirement
 
-    def watch_victims(self, on_victim: Callable[[TreeNode], None] | None) -> None:
+    def watch_victims(self, on_victim: Callable[[TreeNode, Component | None], None] | None) -> None:
         """Call `on_victim` before each eviction: see `PrefixCache.watch_victims`."""
         self.radix.watch_victims(on_victim)
 

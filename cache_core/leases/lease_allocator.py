@@ -18,6 +18,7 @@ from raydix.cache_core.leases.results import Counters
 from raydix.cache_core.pool.mamba_pool import MambaPool
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
 from raydix.cache_core.pool.pool_checks import PoolChecks
+from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator
 from raydix.cache_core.tree.packed_slots import NO_STARTS, Starts
 
 
@@ -84,13 +85,19 @@ class LeaseAllocator:
         if self.exceeds_window(num_pages):
             self._refuse_window(num_pages)
 
-    def check_pages(self, num_pages: int, tenant: Tenant) -> None:
-        """Raise OutOfSlotsError if a tenant cannot get `num_pages` private pages now, even after evictions."""
+    def check_pages(self, num_pages: int, tenant: Tenant, num_windows: int | None = None) -> None:
+        """Raise OutOfSlotsError if a tenant cannot get `num_pages` private pages now, even after evictions.
+
+        Args:
+            num_windows: of these, the pages with window halves; None: all.
+        """
         needed = max(0, num_pages) * self._page_size
+        num_windows = num_pages if num_windows is None else num_windows
         if tenant.cap is not None and tenant.excess(needed) > tenant.evictable:
             self._refuse_beyond_cap(needed, tenant)
-        if self._swa is not None and needed > self._swa.available_size() + self._swa_evictable():
-            self._refuse_window(num_pages)
+        swa = self._swa
+        if swa is not None and num_windows * self._page_size > swa.available_size() + self._swa_evictable():
+            self._refuse_window(num_windows)
         free = self._allocator.available_size()
         if needed > free and needed > free + self.evictable_for(tenant):
             self._refuse(num_pages, tenant)
@@ -116,25 +123,33 @@ class LeaseAllocator:
         assert self._swa is not None
         return self._tree.swa_evictable_size() if self._swa.keeper is None else 0
 
-    def take_pages(self, num_pages: int, tenant: Tenant) -> Starts:
+    def take_pages(self, num_pages: int, tenant: Tenant, num_windows: int | None = None) -> Starts:
         """Allocate private pages; evict if needed.
 
         If the tenant would exceed its cap, its own pages are evicted first. Then the shortfall of the pool is evicted.
+
+        Args:
+            num_windows: only so many pages, the last ones, get window halves; None: all do.
 
         Raises:
             OutOfSlotsError: too few pages are free or evictable; nothing changed.
         """
         if num_pages <= 0:
             return NO_STARTS
-        self.check_pages(num_pages, tenant)
+        self.check_pages(num_pages, tenant, num_windows)
+        num_windows = num_pages if num_windows is None else num_windows
         needed = num_pages * self._page_size
         if tenant.cap is not None and (excess := tenant.excess(needed)) > 0:
             self._evict_own(tenant, excess)
         shortfall = needed - self._allocator.available_size()
-        swa_shortfall = 0 if self._swa is None else needed - self._swa.available_size()
+        swa_shortfall = 0 if self._swa is None else num_windows * self._page_size - self._swa.available_size()
         if shortfall > 0 or swa_shortfall > 0:
             self.evict(max(0, shortfall), max(0, swa_shortfall), tenant=tenant)
-        starts = self._allocator.alloc_pages(num_pages)
+        if num_windows == num_pages:
+            starts = self._allocator.alloc_pages(num_pages)
+        else:
+            assert isinstance(self._allocator, SWATokenToKVPoolAllocator), "there are no window slots"
+            starts = self._allocator.alloc_pages(num_pages, num_windows)
         tenant.private += needed
         self.notify_pressure()
         return starts

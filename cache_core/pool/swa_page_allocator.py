@@ -35,19 +35,23 @@ class SWATokenToKVPoolAllocator(TokenToKVPoolAllocator):
         """Return whether `alloc(num_tokens)` would succeed now."""
         return super().can_alloc(num_tokens) and self.swa.can_alloc(num_tokens)
 
-    def alloc_pages(self, num_pages: int) -> Starts:
+    def alloc_pages(self, num_pages: int, num_windows: int | None = None) -> Starts:
         """Allocate pages with both halves; return the first slot of each.
+
+        Args:
+            num_windows: only so many pages, the last ones, get window halves; None: all do.
 
         Raises:
             OutOfSlotsError: too few pages are free in one of the pools; nothing was allocated.
             SlotError: `num_pages` is negative.
         """
         num_pages = index(num_pages)
-        needed = num_pages * self.page_size
+        num_windows = num_pages if num_windows is None else num_windows
+        needed = num_windows * self.page_size
         if needed > self.swa.available_size():
             raise OutOfSlotsError(needed, self.swa.available_size(), 0, self.num_swa_slots, "window slots")
         starts = super().alloc_pages(num_pages)
-        self._swa_start[self.page_numbers(starts)] = self.swa.alloc_pages(num_pages)
+        self._swa_start[self.page_numbers(starts[num_pages - num_windows :])] = self.swa.alloc_pages(num_windows)
         return starts
 
     def free_pages(self, starts: Starts) -> None:

@@ -78,17 +78,45 @@ def peek(parts: TreeParts, key: RadixKey) -> tuple[list[TreeNode], int, int]:
     return *(usable(parts, path, full_end) if parts.components else (path, full_end)), full_end
 
 
+def goes_on_at(parts: TreeParts, key: RadixKey, stop: int) -> bool:
+    """Return whether there is full KV of the first `stop` tokens of a key, and of pages behind. Changes nothing."""
+    top, key = parts.tree.find_namespace(key)
+    if top is None:
+        return False
+    path, end, beyond = walk(top, key, parts.page_size, stop)
+    return end == stop and bool(path) and (beyond > 0 or len(path[-1].children) > 0)
+
+
 def usable(
     parts: TreeParts, path: list[TreeNode], end: int, components: Sequence[Component] | None = None
 ) -> tuple[list[TreeNode], int]:
     """Return a walk's nodes up to where every component, or each of `components`, lets a match end; and that end."""
-    count, before = len(path), -1
     asked = parts.components if components is None else components
+    count = _num_usable(asked, path, end, len(path))
+    return path[:count], min(path[count - 1].end, end) if count else 0
+
+
+def _num_usable(asked: Sequence[Component], path: list[TreeNode], end: int, count: int) -> int:
+    """Return how many of the first `count` nodes of a walk a match may use, and end there."""
+    before = -1
     while count != before:  # A match may not be usable in one component at an end that another one accepts.
         before = count
         for component in asked:
             count = component.usable(path, end, count)
-    return path[:count], min(path[count - 1].end, end) if count else 0
+    return count
+
+
+def last_stop(parts: TreeParts, path: list[TreeNode]) -> int:
+    """Return how many nodes of a path lie above the end of its last stop at which a match may end. O(its nodes)."""
+    count = len(path)
+    while count:
+        if not parts.is_stop(path[count - 1]):
+            count -= 1
+        elif (num_usable := _num_usable(parts.components, path, path[-1].end, count)) < count:
+            count = num_usable
+        else:
+            break
+    return count
 
 
 def obstacle(parts: TreeParts, key: RadixKey) -> Reason:

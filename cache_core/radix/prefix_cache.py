@@ -24,6 +24,7 @@ from raydix.cache_core.base_prefix_cache import (
     PageMatch,
     Starts,
 )
+from raydix.cache_core.components.component import Component
 from raydix.cache_core.components.recurrent_state import RecurrentState
 from raydix.cache_core.components.window_kv import WindowKV, WindowReceipt
 from raydix.cache_core.errors import LockError, StaleNodeError
@@ -40,7 +41,7 @@ from raydix.cache_core.radix import insertion
 from raydix.cache_core.radix.explain_miss import explain_absence
 from raydix.cache_core.radix.format import format_tree, node_line, outline_node
 from raydix.cache_core.radix.group_events import GroupEvents
-from raydix.cache_core.radix.lookup import locate, match, obstacle, peek, usable
+from raydix.cache_core.radix.lookup import goes_on_at, last_stop, locate, match, obstacle, peek, usable
 from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.radix.usable_ends import UsableEnds
 from raydix.cache_core.tree.packed_slots import unpack
@@ -181,19 +182,42 @@ class PrefixCache(BasePrefixCache):
         path, _ = usable(self.parts, nodes, node.end)
         return path[-1] if path else self.root
 
-    def live_from(self, node: TreeNode) -> int:
+    def last_stop(self, node: TreeNode) -> TreeNode:
+        """Return the last stop of a node's path, itself included, at which a match may end; else the root.
+
+        Requests come back to stops: see `WindowKV`. With states, a node with a state is one. In a cache without
+        components each node is one.
+        """
+        if not self.parts.components:
+            return node
+        path = nodes_to(node)
+        count = last_stop(self.parts, path)
+        return path[count - 1] if count else self.root
+
+    def live_from(self, node: TreeNode, stop: int | None = None) -> int:
         """Return from which token on a node's path has window KV up to its end, at most its tail, in whole pages.
 
         It is the node's end without a sliding window, or if the node has no window KV.
+
+        Args:
+            stop: a token of the path in place of the node's end.
         """
+        stop = node.end if stop is None else stop
         if self.parts.window is None:
-            return node.end
-        start, least = node.end, max(0, node.end - self.parts.window.tail)
-        while start > least and not node.swa_tombstone:
+            return stop
+        start, least = stop, max(0, stop - self.parts.window.tail)
+        while start > least:
             assert node.parent is not None
+            if node.parent.end < stop:  # else it lies behind `stop`
+                if node.swa_tombstone:
+                    break
+                start = max(node.parent.end, least)
             node = node.parent
-            start = max(node.end, least)
         return start
+
+    def goes_on_at(self, key: RadixKey, stop: int) -> bool:
+        """Return whether there are pages behind the first `stop` tokens of a key, which must all be there."""
+        return goes_on_at(self.parts, key, stop)
 
     def _branching(self, usable: int, full_end: int) -> int | None:
         """Return how long a usable prefix would be worth publishing, if longer than the usable one is."""
@@ -357,10 +381,11 @@ class PrefixCache(BasePrefixCache):
         """Return a walk over the unlocked leaves in the order of eviction, which changes nothing."""
         return self.parts.full.walk()
 
-    def watch_victims(self, on_victim: Callable[[TreeNode], None] | None) -> None:
+    def watch_victims(self, on_victim: Callable[[TreeNode, Component | None], None] | None) -> None:
         """Call `on_victim` with each matchable node that is about to be evicted, or to lose window KV or a state.
 
-        It must not change the tree. Evictions take longer meanwhile: the compiled loop over leaves is not used.
+        It gets the component of which the node loses its data, or None if the node leaves the tree. It must not change
+        the tree. Evictions take longer meanwhile: the compiled loop over leaves is not used.
         """
         self.parts.full.on_victim = on_victim
 
@@ -418,7 +443,7 @@ class PrefixCache(BasePrefixCache):
                     full.take_out(node, victims)
                     continue
                 if full.on_victim is not None and node.namespace.live:
-                    full.on_victim(node)
+                    full.on_victim(node, component)
                 for later in components[place:]:
                     later.drop(node)
 

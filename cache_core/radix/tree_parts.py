@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from raydix.cache_core.components.component import Component
 from raydix.cache_core.components.full_kv import FullKV
+from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
 from raydix.cache_core.components.recurrent_state import RecurrentState
 from raydix.cache_core.components.window_kv import WindowKV
 from raydix.cache_core.errors import StaleNodeError
@@ -78,6 +80,12 @@ class TreeParts:
         """Note in each component that a match ends at a node now."""
         for component in self.components:
             component.touch(end, self.clock)
+
+    def is_stop(self, node: TreeNode) -> bool:
+        """Return whether requests come back to the end of a node: with states it has one, else `WindowKV` says it."""
+        if self.states is not None:
+            return cast(MambaTreeNode, node).mamba_value is not None
+        return self.window is None or node.swa_stop
 
     def tops(self) -> list[TreeNode]:
         """Return the top of each namespace, matchable or retired."""

@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
+from raydix.cache_core.components.component import Component
+from raydix.cache_core.components.window_kv import WindowKV
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.eviction.queue_walk import VictimWalk
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
@@ -55,7 +57,7 @@ class MoveCounts:
     written: int = 0  # tokens that the lower tier did not have
     loaded: int = 0  # tokens of prefixes that were handed out
     loaded_unused: int = 0  # loaded for no lease, or for one that had ended
-    dropped: int = 0  # evicted from the upper tier before they were written
+    dropped: int = 0  # lost, as they, or window KV or states that they need, left the upper tier unwritten
     writes_refused: int = 0  # moves: the lower tier had no room
     failed: int = 0  # tokens that were to be copied and were not
     states_not_published: int = 0  # loaded states without a second slot
@@ -83,6 +85,7 @@ class _Missing(NamedTuple):
     path: NodePath
     first: int  # token
     live_from: int  # token
+    stop: int  # the token where a match may end, with the window KV before it: the node's end, or a branch above it
 
 
 class Moves:
@@ -121,9 +124,12 @@ class Moves:
         self._put_off: deque[TreeNode] = deque()
         self._of_round: set[Move] = set()  # writes in flight that the present round has begun
         self._num_below: dict[int, int] = {}  # id of a node: its children that the round has passed
-        # id of a node that the lower tier has, or `~` if it refused the node: last use at that time; of two rounds
+        # name of a node that the lower tier has: its mark at that time; of two rounds
         self._covered: dict[int, int] = {}
         self._covered_before: dict[int, int] = {}
+        # name of a node that the lower tier has refused: its mark; emptied when `Tier.num_unlocks` has changed
+        self._refused: dict[int, int] = {}
+        self._num_unlocks = lower.num_unlocks
 
     @property
     def in_flight(self) -> list[Move]:
@@ -137,8 +143,11 @@ class Moves:
 
         Call it again when moves have ended, or soon if there are none, until the plan is ahead: then `reserve` slots
         are free, written, or held by leases. It goes on where it stopped. The lower tier is asked about a node once
-        after each use of the node.
+        after each use of the node. If it has refused the node, it is asked again in the next round after the end of a
+        move that held pages of the lower tier.
         """
+        if self._walk is None:
+            self._forget_refusals()
         plan, budget = list[Move](), self.batch_pages
         again = len(self._put_off)
         for _ in range(_STEPS):
@@ -162,14 +171,15 @@ class Moves:
     def plan_windows(self, reserve: int) -> Plan:
         """Do `plan_demotion` for the window KV that the upper tier would drop next, until `reserve` window slots are.
 
-        Window slots may run short before slots do. O(nodes with the reserve).
+        Window slots may run short before slots do. A node is written with the stops that need its window KV; window KV
+        that no stop needs is not written. O(nodes with the reserve and their tails).
         """
         cache = self.upper.cache
         window, pool = cache.radix.parts.window, cache.allocator.swa
         if window is None or pool is None:
             return Plan([], True)
         nodes = window.coldest(reserve - pool.available_size())
-        return self._plan_nodes([window.tail_end(node) for node in nodes if node.namespace.live])
+        return self._plan_nodes(self._asks(window, [node for node in nodes if node.namespace.live]))
 
     def plan_states(self, reserve: int) -> Plan:
         """Do `plan_demotion` for the states that the upper tier would drop next, until `reserve` state slots are.
@@ -180,30 +190,57 @@ class Moves:
         states, pool = cache.radix.parts.states, cache.pools.states
         if states is None or pool is None:
             return Plan([], True)
-        return self._plan_nodes(states.coldest(max(0, reserve - pool.available_size())))
+        return self._plan_nodes((node, False) for node in states.coldest(max(0, reserve - pool.available_size())))
 
-    def _plan_nodes(self, nodes: Iterable[TreeNode]) -> Plan:
-        """Begin to write nodes as one batch."""
-        plan, budget, is_ahead = list[Move](), self.batch_pages, True
+    def _asks(self, window: WindowKV, nodes: Iterable[TreeNode]) -> Iterator[tuple[TreeNode, bool]]:
+        """Yield the nodes of which the lower tier needs something that goes with the window KV of some nodes.
+
+        With each goes whether this is a branch alone: the end of the node does not need that window KV. The last nodes
+        of a path come first: what they need may be enough for those above.
+        """
+        has_branches = self.upper.cache.radix.parts.states is None
+        beyond: dict[TreeNode, list[TreeNode]] = {}
         for node in nodes:
-            if not node.namespace.live or self._is_covered(node):
+            above = _parent_of(node)
+            inside, beyond[node] = window.tails_over(node, beyond.get(above) if len(above.children) == 1 else None)
+            if has_branches:
+                yield from ((found, True) for found in beyond[node])
+            yield from ((found, False) for found in reversed(inside) if self._has_end(found))
+
+    def _plan_nodes(self, asks: Iterable[tuple[TreeNode, bool]]) -> Plan:
+        """Begin to write nodes as one batch.
+
+        Args:
+            asks: the nodes, and whether only a branch on the path of the node is written.
+        """
+        self._forget_refusals()
+        plan, budget, num_asked, is_ahead = list[Move](), self.batch_pages, 0, True
+        for node, has_branch_alone in asks:
+            if not node.namespace.live:
                 continue
-            found = self._missing(node)
+            name, mark = self._name(node, has_branch_alone)
+            if self._is_noted(name, mark) or self._is_refused(name, mark):
+                continue
+            num_asked += 1
+            if num_asked > _STEPS:
+                return Plan(plan, False)
+            found = self._missing_branch(node) if has_branch_alone else self._missing(node)
             if found is not None and self._is_being_read(found):
                 is_ahead = False
                 continue
-            self._covered[node.id] = node.own_access_time
             if found is None:
+                self._covered[name] = mark
                 continue
             stop = self._stop_within(found, budget)
             move = self._begin_write(found, stop)
             if move is None:
-                self._covered[node.id] = ~node.own_access_time
+                self._refused[name] = mark
                 continue
             plan.append(move)
             if stop < found.node.end:
                 is_ahead = False
-                del self._covered[node.id]
+            else:
+                self._covered[name] = mark
             budget -= max(1, (stop - found.first) // self._page_size)
             if budget <= 0:
                 return Plan(plan, False)
@@ -237,6 +274,7 @@ class Moves:
         """Ask the lower tier about all nodes again: it takes pages of more namespaces now."""
         self._covered.clear()
         self._covered_before.clear()
+        self._refused.clear()
         self._end_round()
 
     def _end_round(self) -> None:
@@ -260,7 +298,8 @@ class Moves:
                 if is_first and any(not move.is_load for move in self._in_flight):
                     self._put_off.append(node)
                 break
-            if not self._is_covered(node):
+            name, mark = self._name(node)
+            if not self._is_noted(name, mark) and not self._is_refused(name, mark):
                 if is_first or self._has_end(node):
                     if found is not None:  # It needs the pages of the write that begins below it.
                         self._put_off.append(node)
@@ -273,7 +312,7 @@ class Moves:
                         num_pages = (self._stop_within(found, budget) - found.first) // self._page_size
                         if found.first + num_pages * self._page_size < found.node.end:
                             break
-                self._covered[node.id] = node.own_access_time
+                self._covered[name] = mark
             self._num_passed += len(node)
             parent, is_first = node.parent, False
             assert parent is not None
@@ -292,7 +331,9 @@ class Moves:
             return num_spent
         move = self._begin_write(found, found.first + num_pages * self._page_size)
         if move is None:
-            self._covered[asked.id] = ~asked.own_access_time
+            name, mark = self._name(asked)
+            self._covered.pop(name, None)
+            self._refused[name] = mark
         else:
             plan.append(move)
             self._of_round.add(move)
@@ -300,41 +341,90 @@ class Moves:
                 self._put_off.append(asked)
         return max(1, num_pages, num_spent)  # A move of a state alone has no pages.
 
-    def _is_covered(self, node: TreeNode) -> bool:
-        """Return whether the lower tier was asked about a node since its last use: it has the node or refused it."""
-        asked = self._covered.get(node.id)
-        if asked is None and (asked := self._covered_before.get(node.id)) is not None:
-            self._covered[node.id] = asked
-        return asked is not None and max(asked, ~asked) == node.own_access_time
+    def _name(self, node: TreeNode, has_branch_alone: bool = False) -> tuple[int, int]:
+        """Return the name of a node, or of the branches on its path; and its mark.
+
+        The mark changes when the node is used, and when its end is to be written from now on.
+        """
+        name, mark = node.id, node.own_access_time << 1 | self._has_end(node)
+        return (~name if has_branch_alone else name), mark
+
+    def _is_noted(self, name: int, mark: int) -> bool:
+        """Return whether the lower tier was asked about a node since its last use, and lacked nothing of it."""
+        noted = self._covered.get(name)
+        if noted is None and (noted := self._covered_before.get(name)) is not None:
+            self._covered[name] = noted
+        return noted == mark
+
+    def _is_refused(self, name: int, mark: int) -> bool:
+        """Return whether the lower tier has refused a node since its last use, and is not to be asked again yet."""
+        return self._refused.get(name) == mark
+
+    def _forget_refusals(self) -> None:
+        """Ask again about refused nodes, if a move has ended that held pages of the lower tier."""
+        if self._num_unlocks != self.lower.num_unlocks:
+            self._num_unlocks = self.lower.num_unlocks
+            self._refused.clear()
 
     def _has_end(self, node: TreeNode) -> bool:
         """Return whether the end of an inner node is to be written, besides the ends of the nodes below it."""
-        radix = self.upper.cache.radix
-        if radix.parts.states is not None:
-            return radix.state_at(node) is not None
-        return radix.supports_swa and not node.swa_tombstone and len(node.children) > 1
+        parts = self.upper.cache.radix.parts
+        return bool(parts.components) and parts.is_stop(node) and not (parts.window is not None and node.swa_tombstone)
 
     def _missing(self, node: TreeNode) -> _Missing | None:
-        """Return the part of a node's path that the lower tier needs, so that a match ends there as it does here."""
-        radix = self.upper.cache.radix
-        end = radix.usable_above(node)
+        """Return the part of a node's path that the lower tier needs, so that a match ends at its last stop."""
+        return self._missing_at(self.upper.cache.radix.last_stop(node), has_branch=True)
+
+    def _missing_at(self, end: TreeNode, *, has_branch: bool = False) -> _Missing | None:
+        """Return the part of a path that the lower tier needs, so that a match ends at its end as it does here.
+
+        Args:
+            has_branch: if the pages of the lower tier branch off above the end, it gets the window KV there first.
+        """
         if not end.data or not self.is_kept(end.namespace.extra_key):
             return None
+        radix = self.upper.cache.radix
         path = radix.path_to(end)
         usable, full = self.lower.cache.radix.cached_lens(path.key)
         if usable >= end.end:
             return None
+        if has_branch and (branch := self._branch(end, path, usable, full)) is not None:
+            return branch
         live_from = radix.live_from(end)
-        return _Missing(end, path, min(full, live_from), live_from)
+        return _Missing(end, path, min(full, live_from), live_from, end.end)
+
+    def _missing_branch(self, node: TreeNode) -> _Missing | None:
+        """Return the window KV that the lower tier needs where its pages branch off from a node's path."""
+        if not self.is_kept(node.namespace.extra_key):
+            return None
+        path = self.upper.cache.radix.path_to(node)
+        return self._branch(node, path, *self.lower.cache.radix.cached_lens(path.key))
+
+    def _branch(self, node: TreeNode, path: NodePath, usable: int, full: int) -> _Missing | None:
+        """Return the window KV of a path up to where the pages of the lower tier branch off.
+
+        Requests of two tiers have the same beginning: no node of this tier shows it, but others may have it, too.
+
+        Args:
+            usable, full: tokens of the path that a match finds in the lower tier, and those with full KV there.
+        """
+        radix = self.upper.cache.radix
+        window = radix.parts.window
+        if window is None or radix.parts.states is not None or not usable < full < node.end:
+            return None
+        live_from = radix.live_from(node, full)
+        if 0 < live_from > full - window.window or not self.lower.cache.radix.goes_on_at(path.key, full):
+            return None
+        return _Missing(node, path, live_from, live_from, full)
 
     def _is_being_read(self, missing: _Missing) -> bool:
         """Return whether a write in flight copies some of the pages, or moves the state.
 
         Pages that a write has let go may have been computed again.
         """
-        if any(move.has_let_go for move in self._in_flight) and self._is_being_written(missing, missing.node.end):
+        if any(move.has_let_go for move in self._in_flight) and self._is_being_written(missing, missing.stop):
             return True
-        pages = missing.path.starts[missing.first // self._page_size :].tolist()
+        pages = missing.path.starts[missing.first // self._page_size : missing.stop // self._page_size].tolist()
         if not pages:
             return any(move.source.node is missing.node for move in self._in_flight)
         return not self._reading.isdisjoint(pages)
@@ -342,7 +432,7 @@ class Moves:
     def _stop_within(self, missing: _Missing, num_pages: int) -> int:
         """Return the token at which a move of about so many pages ends: the whole window goes with the last one."""
         stop = missing.first + max(1, num_pages) * self._page_size
-        return stop if stop < missing.live_from else missing.node.end
+        return stop if stop < missing.live_from else missing.stop
 
     def _begin_write(self, missing: _Missing, stop: int) -> Move | None:
         """Open the leases of a write up to a token; None if the lower tier has no room."""
@@ -350,8 +440,9 @@ class Moves:
         node, path, first = missing.node, missing.path, missing.first
         state = upper.tree.state_at(node) if stop == node.end else None
         source = upper.lock_node(node, path)
+        upper.hold_window(source, missing.live_from)
         try:
-            target = lower.open_target(path.key[:stop], first, state is not None)
+            target = lower.open_target(path.key[:stop], first, state is not None, missing.live_from)
         except OutOfSlotsError:
             upper.end_quietly(source)
             self.counts.writes_refused += 1
@@ -396,7 +487,8 @@ class Moves:
         Returns:
             None: the lower tier has all of it or no room, or another write copies a part of it.
         """
-        if not node.namespace.live or (found := self._missing(node)) is None or self._is_being_read(found):
+        end = self.upper.cache.radix.usable_above(node)
+        if not node.namespace.live or (found := self._missing_at(end)) is None or self._is_being_read(found):
             return None
         stop = self._stop_within(found, num_pages)
         if any(moves._is_being_written(found, stop) for moves in (self, *others)):
@@ -420,23 +512,29 @@ class Moves:
         """Unlock the source of a write: all of it is in a buffer. `finish` ends the move."""
         assert move in self._in_flight and not move.is_load and not move.has_let_go
         move.has_let_go = True
+        move.source_tier.num_unlocks += 1
         self._reading.difference_update(move.source_starts.tolist())
         self.upper.cache.end_quietly(move.source)
 
     # ---------------------------------------------------------------- evictions
 
-    def write_before_eviction(self, node: TreeNode) -> None:
+    def write_before_eviction(self, node: TreeNode, component: Component | None = None) -> None:
         """Write a node that is about to be evicted: for tiers without KV, where a copy takes no time.
 
         Pass it to `KVCache.watch_victims` of the upper tier.
         """
-        found = self._missing(node)
+        ends = self._ends_of(node, component)
+        self._count_lost(node, [end for end in ends if not self._write_whole(end)])
+
+    def _write_whole(self, end: TreeNode) -> bool:
+        """Write what the lower tier lacks of a path; return False if that has no room."""
+        found = self._missing(end)
         while found is not None:
             stop = self._stop_within(found, self.batch_pages)
             if not self._write_now(found, stop):
-                self._note_dropped(node, found)
-                return
-            found = None if stop == found.node.end else self._missing(node)
+                return False
+            found = None if stop == found.node.end else self._missing(end)
+        return True
 
     def _write_now(self, missing: _Missing, stop: int) -> bool:
         """Publish a path in the lower tier up to a token; return False if that has no room."""
@@ -444,29 +542,53 @@ class Moves:
         state = self.upper.cache.tree.state_at(missing.node) if is_whole else None
         key = missing.path.key[:stop]
         try:
-            target = lower.open_target(key, missing.first, state is not None)
+            target = lower.open_target(key, missing.first, state is not None, missing.live_from)
         except OutOfSlotsError:
             self.counts.writes_refused += 1
             return False
         self._publish_write(target, key, missing.live_from, is_whole)
         return True
 
-    def count_dropped(self, node: TreeNode) -> None:
-        """Count and record the tokens of a node that is about to be evicted, if the lower tier lacks them.
+    def count_dropped(self, node: TreeNode, component: Component | None = None) -> None:
+        """Count and record the tokens that are lost with a node that is about to be evicted: the lower tier lacks them.
 
         Pass it to `KVCache.watch_victims` of the upper tier, where copies take time.
         """
-        is_written = self._is_covered(node) and self._covered[node.id] >= 0
-        if not is_written and (found := self._missing(node)) is not None:
-            self._note_dropped(node, found)
+        ends = self._ends_of(node, component)
+        self._count_lost(node, [end for end in ends if not self._is_noted(*self._name(end))])
 
-    def _note_dropped(self, node: TreeNode, missing: _Missing) -> None:
-        """Count the missing part of a node that is about to be evicted, and note it for `explain`.
+    def _ends_of(self, node: TreeNode, component: Component | None) -> list[TreeNode]:
+        """Return the stops at which no match can end once a node is evicted, those above first.
 
-        If a match may end above the node alone, nothing is lost with it.
+        Args:
+            component: of which the node loses its data alone; None: the node leaves the tree.
         """
-        if missing.node is node:
-            self.counts.dropped += node.end - min(node.end, max(missing.first, node.end - len(node)))
+        parts = self.upper.cache.radix.parts
+        window = parts.window
+        if window is None or (component is not None and component is not window):
+            return [node] if parts.is_stop(node) else []
+        return [end for end in window.tails_over(node)[0] if window.needs(end, node) and parts.is_stop(end)]
+
+    def _count_lost(self, node: TreeNode, ends: Sequence[TreeNode]) -> None:
+        """Count the tokens behind the last end that stays usable, as far as the lower tier lacks them, for each end.
+
+        Args:
+            ends: at which no match can end once `node` is evicted.
+        """
+        radix, lost = self.upper.cache.radix, set[TreeNode]()
+        for end in ends:
+            if not self.is_kept(end.namespace.extra_key) or radix.last_stop(end) is not end:
+                continue
+            usable = self.lower.cache.radix.cached_lens(radix.path_to(end).key)[0]
+            if usable >= end.end:
+                continue
+            above = end
+            while above is not node and (above := _parent_of(above)) not in lost:
+                pass
+            stays = above.end if above in lost else radix.last_stop(_parent_of(node)).end
+            self.counts.dropped += end.end - max(stays, usable)
+            lost.add(end)
+        if node in lost:
             self.upper.cache.pools.history.note_dropped(node)
 
     # ---------------------------------------------------------------- loads
@@ -580,7 +702,7 @@ class Moves:
             if any(moves._is_loading(tree_key[:stop], first) for moves in (self, *self.others)):
                 return None  # It begins before the usable prefix, as window KV is to be loaded there.
             try:
-                target = upper.open_target(tree_key[:stop], first)
+                target = upper.open_target(tree_key[:stop], first, live_from=live_from)
             except OutOfSlotsError:
                 return None
             source = lower.find_source(tree_key, stop)
@@ -636,6 +758,8 @@ class Moves:
         """
         assert move in self._in_flight, "the move has ended"
         del self._in_flight[move]
+        for tier in (move.target_tier,) if move.has_let_go else (move.source_tier, move.target_tier):
+            tier.num_unlocks += 1
         self._of_round.discard(move)
         self._num_loads -= move.is_load
         is_whole = (is_whole is not False) and num_pages >= move.num_pages
@@ -669,7 +793,7 @@ class Moves:
             if state_slot is not None:
                 target.state_slot = None
         finally:
-            lower.end_quietly(target, is_use=True)
+            lower.end_quietly(target, is_use=live_from < len(key))
         self.counts.written += num_new
         return num_new
 
@@ -720,10 +844,18 @@ class Moves:
         page = self._page_size
         read = move.source.starts[: move.source.num_published_pages][move.first // page : move.stop // page]
         written = move.target.private_starts[: move.num_pages]
-        is_locked = move.has_let_go or read.tolist() == move.source_starts.tolist()
-        assert is_locked, f"rule 4: the source of {move.key} is not locked"
+        is_locked = read.tolist() == move.source_starts.tolist()
+        if len(move.source_windows):
+            windows = move.source_tier.cache.allocator.swa_starts(move.source_starts[-len(move.source_windows) :])
+            is_locked = is_locked and windows.tolist() == move.source_windows.tolist()
+        assert is_locked or move.has_let_go, f"rule 4: the source of {move.key} is not locked"
         assert written.tolist() == move.target_starts.tolist(), f"rule 4: the target of {move.key} is not private"
         assert (move.target.filling_for is not None) == move.is_load, "rule 5: only a load fills a lease of a session"
+
+
+def _parent_of(node: TreeNode) -> TreeNode:
+    assert node.parent is not None
+    return node.parent
 
 
 def _take_back_loads(lease: LeaseRecord) -> None:

@@ -8,7 +8,7 @@ from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.tree.radix_key import RadixKey
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Tier:
     """A pool of KV in one place, with the cache of its own that maps prefixes to its pages.
 
@@ -16,11 +16,13 @@ class Tier:
         name: in statistics and errors, such as "device" or "host".
         medium: of its events: "GPU", "CPU" or "STORAGE".
         cache: the cache over its pool. It must have a tree of nodes with pages.
+        num_unlocks: how many moves have locked pages of it, or had private ones, and do so no more.
     """
 
     name: str
     medium: str
     cache: KVCache
+    num_unlocks: int = 0
 
     def longest_prefix(self, key: RadixKey) -> int:
         """Return how many tokens of a request's key a lease would find here. Changes nothing."""

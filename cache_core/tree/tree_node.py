@@ -63,6 +63,7 @@ class TreeNode(Node):
     own_hits: int  # matches
     own_priority: int  # the highest of the requests
     swa_tombstone: bool  # its sliding-window KV is gone (or never was there)
+    swa_stop: bool  # a match or a request has ended here, or the pages of another request go on here
     swa_lock_ref: int  # locks with a window over this node
     swa_boundary_id: int | None  # id of the last lock with a window that begins in this node
     is_protected: bool  # its pages came back while they were remembered; always False in a tree with one queue

@@ -152,10 +152,10 @@ def records_leave_while_their_space_is_built(patch: Patch) -> None:
 
 @fault
 def a_write_without_room_evicts(patch: Patch) -> None:
-    def check_pages(original: Any, self: Any, num_pages: int, tenant: Any) -> None:
+    def check_pages(original: Any, self: Any, num_pages: int, *more: Any) -> None:
         if num_pages * self._page_size > self._allocator.available_size():
             self.evict(num_pages * self._page_size)
-        original(self, num_pages, tenant)
+        original(self, num_pages, *more)
 
     around(patch, LeaseAllocator, "check_pages", check_pages)
 

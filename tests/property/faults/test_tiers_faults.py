@@ -16,6 +16,7 @@ from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import LeaseTable
 from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.radix.prefix_cache import PrefixCache
+from raydix.cache_core.radix.tree_parts import TreeParts
 from raydix.cache_core.tiers.moves import Moves
 
 SHAPES = [Shape(2), Shape(2, window=3), Shape(1, states=12), Shape(1, host_pages=6)]
@@ -107,6 +108,11 @@ def the_tree_gets_a_state_slot_that_was_not_filled(patch: Patch) -> None:
 @late_fault
 def a_state_that_was_copied_in_vain_stays_in_the_lease(patch: Patch) -> None:
     patch.setattr(KVCache, "reload_state", lambda self, lease: None)
+
+
+@fault
+def window_kv_that_no_request_needs_is_written(patch: Patch) -> None:
+    patch.setattr(TreeParts, "is_stop", lambda self, node: True)
 
 
 # ---------------------------------------------------------------- uses

@@ -385,10 +385,10 @@ def a_publish_gives_the_window_up(patch: Patch) -> None:
 def a_refusal_evicts_a_state(patch: Patch) -> None:
     check = LeaseAllocator.check_pages
 
-    def check_pages(room: LeaseAllocator, num_pages: int, tenant: Any) -> None:
+    def check_pages(room: LeaseAllocator, num_pages: int, *more: Any) -> None:
         if room.states is not None and not room.states.available_size():
             room.evict(0, 0, 1)
-        check(room, num_pages, tenant)
+        check(room, num_pages, *more)
 
     patch.setattr(LeaseAllocator, "check_pages", check_pages)
 

@@ -25,7 +25,7 @@ def name_of(shape: Shape) -> str:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_moves_agree_with_their_model(shape: Shape) -> None:
-    done = sum((TiersTraffic(seed, shape).run(370) for seed in range(3)), Counter[str]())
+    done = sum((TiersTraffic(seed, shape).run(370) for seed in range(4)), Counter[str]())
 
     assert done["load"] > 3 and done["write"] > 20, "little has moved"
     assert done["whole"] and done["none"], "no move has failed"

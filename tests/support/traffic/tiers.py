@@ -6,7 +6,7 @@ generation of the weights. After each operation every page of both trees must ho
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -99,6 +99,8 @@ class TiersTraffic:
         self.requests: dict[str, Request] = {}
         self.stamps: dict[tuple[str | None, int, tuple[int, ...]], int] = {}
         self.num_leases = 0
+        self.ends: set[Place] = set()  # where a match or a request has ended
+        self.next_pages: dict[Place, set[tuple[int, ...]]] = defaultdict(set)  # published behind a place
         self.done: Counter[str] = Counter()
         self.device.cache.watch_victims(self.moves.count_dropped)
 
@@ -143,6 +145,25 @@ class TiersTraffic:
                 assert move.source_state is not None
                 target.state_stamps[slot] = source.state_stamps[move.source_state]
 
+    # ---------------------------------------------------------------- stops
+
+    def note_end(self, request: Request, num_tokens: int) -> None:
+        """Note that a match or a request has ended behind so many tokens."""
+        self.ends.add((request.namespace, request.tokens[:num_tokens]))
+
+    def note_pages(self, request: Request, num_tokens: int) -> None:
+        """Note the pages that a request publishes."""
+        for start in range(0, num_tokens // self.page * self.page, self.page):
+            page = request.tokens[start : start + self.page]
+            self.next_pages[request.namespace, request.tokens[:start]].add(page)
+
+    def check_stop(self, move: Move) -> None:
+        """Window KV is written before a place where a match or a request has ended, or where others branched off."""
+        place = move.key.extra_key, tuple(move.key.token_ids)
+        is_stop = place in self.ends or len(self.next_pages[place]) > 1  # type: ignore[index]
+        assert is_stop or not len(move.source_windows) or self.shape.states, f"no request needs the window at {place}"
+        self.done["window at a branch"] += len(move.source_windows) > 0 and place not in self.ends
+
     # ---------------------------------------------------------------- operations
 
     def prompt(self) -> tuple[tuple[int, ...], str | None]:
@@ -170,6 +191,7 @@ class TiersTraffic:
         self.num_leases += 1
         lease_id, only_locks = f"l{self.num_leases}", rng.random() < 0.15 and limit is None
         here, below = (tier.longest(namespace, tokens, limit) for tier in (model.device, model.host))
+        self.ends.add((namespace, tokens[: self.device.cache.radix.cached_lens(key[:limit])[0]]))
         try:
             if only_locks:
                 lease = self.device.cache.lock(lease_id, session, key)
@@ -201,6 +223,7 @@ class TiersTraffic:
         lease = request.lease
         assert lease.session_id != TIERS and lease.filling_for is None
         self.requests[lease.lease_id] = request
+        self.note_end(request, lease.prefix_len)
         self.check_read(request)
         self.compute(request)
 
@@ -237,6 +260,7 @@ class TiersTraffic:
         except OutOfSlotsError:
             return
         if not done.retired:
+            self.note_pages(request, num_tokens)
             self.model.device.publish(request.namespace, request.tokens[:num_tokens], request.generation)
 
     def any_request(self) -> Request | None:
@@ -246,6 +270,7 @@ class TiersTraffic:
         request = self.any_request()
         if request is not None and (request.lease.num_published_pages or self.rng.random() < 0.2):
             del self.requests[request.lease.lease_id]
+            self.note_end(request, request.lease.num_published_pages * self.page)
             assert self.device.cache.release(request.lease.lease_id, request.lease.session_id)
 
     def give_up_a_fill(self) -> None:
@@ -281,8 +306,10 @@ class TiersTraffic:
         else:
             self.device.cache.quarantine_session(session)
             self.device.cache.free_withheld(session)
-        for lease_id in [name for name, request in self.requests.items() if request.lease.session_id == session]:
-            del self.requests[lease_id]
+        for lease_id, request in list(self.requests.items()):
+            if request.lease.session_id == session:
+                self.note_end(request, request.lease.num_published_pages * self.page)
+                del self.requests[lease_id]
 
     def evict(self) -> None:
         tier = self.rng.choice((self.device, self.host))
@@ -295,6 +322,7 @@ class TiersTraffic:
         plan += self.moves.plan_states(self.rng.randrange(self.shape.states + 1)).moves
         plan += self.moves.plan_windows(reserve).moves
         for move in plan:
+            self.check_stop(move)
             self.done["write"] += 1
             self.copied[move] = 0
 
@@ -350,6 +378,7 @@ class TiersTraffic:
                 self.model.reused -= move.first
             return
         prefix = request.tokens[: move.first + num_pages * self.page]
+        self.note_end(request, len(prefix))
         self.model.device.publish(request.namespace, prefix, request.generation)
         if finished.lease is not None:
             assert finished.lease is request.lease and request.lease.prefix_len == len(prefix)

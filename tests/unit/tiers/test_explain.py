@@ -103,6 +103,41 @@ def test_a_node_below_the_last_state_is_of_no_use_and_so_not_dropped() -> None:
     assert (was_dropped(cache, 1, 2), moves.counts.dropped) == (True, 2)
 
 
+def serve_state(cache: KVCache, *ids: int, publish_state: bool = True) -> None:
+    cache.acquire("l", "s", key(*ids))
+    cache.insert("l", "s", len(ids), NO_IDS, publish_state=publish_state)
+    cache.release("l", "s")
+
+
+@pytest.mark.parametrize(
+    ("written", "num_dropped"), [((), 6), ((1, 2), 6), ((1, 2, 3, 4), 4), ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10), 6)]
+)
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_a_state_that_leaves_unwritten_counts_the_kv_behind_the_last_end_that_stays_usable(
+    written: tuple[int, ...], num_dropped: int, is_leaf: bool
+) -> None:
+    """The pool has states at 2 and 8, with a node without a state between them; the lower tier has another state."""
+    cache, moves = tiers(kind="mamba")
+    if written:
+        serve_state(cache, *written)
+        write(moves)
+        cache.evict(100)
+    serve_state(cache, 1, 2)
+    serve_state(cache, 1, 2, 3, 4, publish_state=False)
+    serve_state(cache, 1, 2, 3, 4, 5, 6, 7, 8)
+    if not is_leaf:
+        serve_state(cache, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, publish_state=False)
+    serve_state(cache, 1, 2, publish_state=False)  # the state at 8 is used less recently
+    cache.watch_victims(moves.count_dropped)
+
+    cache.evict_states(1)
+
+    assert moves.upper.longest_prefix(key(1, 2, 3, 4, 5, 6, 7, 8)) == 2
+    assert moves.counts.dropped == num_dropped
+    cache.evict(100)
+    assert moves.counts.dropped == num_dropped + (0 if written == (1, 2) else 2), "the state at 2 leaves, too"
+
+
 def test_notes_of_dropped_nodes_do_not_outlive_their_eviction() -> None:
     cache, moves = tiers(device=200, kind="mamba")
     cache.watch_victims(moves.count_dropped)

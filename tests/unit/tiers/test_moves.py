@@ -260,6 +260,74 @@ def test_while_the_lower_tier_is_locked_nothing_is_tried_twice(pair: Pair, batch
     assert moves.counts.dropped == 10
 
 
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_refused_node_is_asked_about_again_once_a_move_has_unlocked_the_lower_tier(pair: Pair, is_load: bool) -> None:
+    moves = pair(host=8)
+    write(moves, *range(8))
+    if is_load:
+        other = begin_load(moves, *range(8))
+    else:
+        publish(moves.upper.cache, *range(20, 28))
+        (other,) = moves.plan_demotion(32).moves
+    publish(moves.upper.cache, *range(30, 34))
+
+    assert [moves.plan_demotion(32) for _ in range(3)][-1] == ([], True)
+    assert moves.counts.writes_refused == 1, "it was tried once"
+    moves.finish(other, other.num_pages)
+    (move,) = moves.plan_demotion(32).moves
+
+    assert move.key[:4] == key(*range(30, 34))
+    moves.finish(move, move.num_pages)
+    assert moves.lower.longest_prefix(key(*range(30, 34))) == 4
+    assert moves.counts.writes_refused == 1
+
+
+def test_a_refused_node_is_asked_about_once_a_round(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of its round are written, and each unlocks the lower tier."""
+    moves = pair(device=64, host=8)
+    moves.batch_pages = 2
+    device, host = moves.upper.cache, moves.lower.cache
+    device.watch_victims(moves.count_dropped)
+    host.acquire("l", "s", key(*range(100, 106)))
+    publish(device, *range(4))
+    for number in range(10, 16):
+        publish(device, number, number)
+    tried: list[int] = []
+    open_target = host.open_target
+
+    def noted(tree_key: RadixKey, *arguments: Any, **more: Any) -> Any:
+        tried.append(tree_key[:1] == key(0))
+        return open_target(tree_key, *arguments, **more)
+
+    monkeypatch.setattr(host, "open_target", noted)
+
+    for number in range(1, 4):
+        write_all(moves)
+        assert sum(tried) == number
+    assert moves.counts.written == 12
+    device.evict(64)
+    assert moves.counts.dropped == 4
+    host.release("l", "s")
+
+
+def test_a_refused_state_is_asked_about_again(pair: Pair) -> None:
+    moves = pair(states=(8, 1))
+    device = moves.upper.cache
+    for prompt in ((1, 2), (3, 4)):
+        device.acquire("l", "s", key(*prompt))
+        device.insert("l", "s", 2, NO_IDS, publish_state=True)
+        device.release("l", "s")
+
+    (first,) = moves.plan_states(8).moves
+    assert [moves.plan_states(8) for _ in range(2)][-1] == ([], True)
+    assert moves.counts.writes_refused == 1
+    moves.finish(first, 1)
+    (second,) = moves.plan_states(8).moves
+    moves.finish(second, 1)
+
+    assert [moves.lower.longest_prefix(key(*prompt)) for prompt in ((1, 2), (3, 4))] == [0, 2]
+
+
 def test_the_source_cannot_be_evicted_nor_the_target_found_until_the_end(pair: Pair) -> None:
     moves = pair()
     publish(moves.upper.cache, 1, 2, 3, 4)
@@ -352,6 +420,98 @@ def test_windows_are_written_before_they_run_short() -> None:
 
     assert [moves.lower.longest_prefix(key(*[number] * 6)) for number in range(3)] == [6, 0, 0]
     assert moves.counts.dropped == 0
+
+
+def window_pair(device: int = 32, host: int = 100) -> Moves:
+    """Return two tiers with a window of 4 and pages of 2; the tail is 6 tokens."""
+    tiers = [eviction_order.make(pages, "lru", "window") for pages in (device, host)]
+    moves = Moves(Tier("device", "GPU", tiers[0]), Tier("host", "CPU", tiers[1]))
+    moves.batch_pages = 100
+    return moves
+
+
+def write_windows(moves: Moves, num_tokens: int) -> list[tuple[int, int]]:
+    """Write window KV until so many tokens more are free or written; return the range of each move."""
+    device, done = moves.upper.cache, list[tuple[int, int]]()
+    for _ in range(100):
+        plan = moves.plan_windows(device.allocator.swa.available_size() + num_tokens)  # type: ignore[union-attr]
+        for move in plan.moves:
+            done.append((move.live_from, move.stop))
+            moves.finish(move, move.num_pages)
+        if plan.is_ahead:
+            moves.check_invariants()
+            return done
+    raise AssertionError("the plan never gets ahead")
+
+
+def test_a_window_is_written_before_the_first_part_of_its_tail_is_dropped() -> None:
+    """The same prompt again ends its match a page earlier, so its tail lies in two nodes."""
+    moves = window_pair()
+    device = moves.upper.cache
+    device.watch_victims(moves.count_dropped)
+    for limit in (None, 7):
+        device.acquire("l", "s", key(*range(8)), 0, limit)
+        device.insert("l", "s", 8, NO_IDS)
+        device.release("l", "s")
+    assert [node.end for node in device.radix.parts.tree.nodes()] == [2, 6, 8]
+    device.evict_window(2)  # the window KV of the first page, which no stop needs
+
+    assert write_windows(moves, 1) == [(2, 8)], "a match may end at 6, too"
+    device.evict_window(2)
+
+    assert [moves.lower.longest_prefix(key(*range(stop))) for stop in (6, 8)] == [6, 8]
+    assert moves.counts.dropped == 0
+
+
+def test_the_first_part_of_a_tail_that_is_dropped_unwritten_counts_its_prompt() -> None:
+    moves = window_pair()
+    device = moves.upper.cache
+    device.watch_victims(moves.count_dropped)
+    for limit in (None, 7):
+        device.acquire("l", "s", key(*range(8)), 0, limit)
+        device.insert("l", "s", 8, NO_IDS)
+        device.release("l", "s")
+
+    device.evict_window(2)
+    assert moves.counts.dropped == 0
+    device.evict_window(2)
+    assert moves.counts.dropped == 8
+    device.evict(8)
+    assert moves.counts.dropped == 8, "the rest is of no use"
+
+
+def put_below(moves: Moves, *ids: int) -> None:
+    """Have a prompt in the lower tier alone."""
+    publish(moves.upper.cache, *ids)
+    write_all(moves)
+    moves.upper.cache.evict(moves.upper.cache.num_slots)
+
+
+def test_where_a_prompt_branches_off_from_one_in_the_lower_tier_its_window_is_written() -> None:
+    moves = window_pair()
+    device = moves.upper.cache
+    put_below(moves, *range(10), *range(20, 30))
+    publish(device, *range(10), *range(30, 34))  # A node ends at 8; the tail behind it is warm.
+    assert moves.lower.longest_prefix(key(*range(10))) == 0
+
+    (move,) = moves.plan_windows(device.allocator.swa.available_size() + 1).moves  # type: ignore[union-attr]
+    assert (move.live_from, move.stop, len(move.source_windows)) == (4, 10, 3)
+    device.evict_window(100)
+    moves.check_invariants()
+    moves.finish(move, move.num_pages)
+
+    assert moves.lower.longest_prefix(key(*range(10), 40, 41)) == 10
+    assert write_windows(moves, 100) == [(8, 14)], "its lock has kept the tail"
+
+
+def test_no_window_is_written_where_a_prompt_only_goes_on_from_the_lower_tier() -> None:
+    moves = window_pair()
+    device = moves.upper.cache
+    put_below(moves, *range(10))
+    moves.lower.cache.evict_window(100)
+    publish(device, *range(20))
+
+    assert write_windows(moves, 100) == [(14, 20)]
 
 
 # ---------------------------------------------------------------- loads

@@ -67,6 +67,30 @@ def test_each_tier_is_retired_with_the_one_above_it_and_once(three: Three) -> No
     three.check()
 
 
+@pytest.mark.parametrize("has_let_go", [False, True])
+def test_a_write_to_the_host_is_tried_again_when_a_write_to_the_disk_has_unlocked_its_pages(has_let_go: bool) -> None:
+    device, host, disk = (
+        Tier(name, name, make_cache(slots)) for name, slots in (("device", 64), ("host", 8), ("disk", 64))
+    )
+    three = Three(Moves(device, host), Moves(device, disk, are_neighbours=False), Moves(host, disk))
+    put(three.host_cache, list(range(8)))
+    three.down.batch_pages = 100
+    (down,) = three.down.plan_demotion(8).moves
+    put(three.device_cache, [20, 21])
+
+    assert [three.host.plan_demotion(64) for _ in range(2)][-1] == ([], True)
+    assert three.host.counts.writes_refused == 1
+    if has_let_go:
+        three.down.let_go(down)
+    else:
+        three.down.finish(down, down.num_pages)
+
+    (move,) = three.host.plan_demotion(64).moves
+    three.check()
+    three.host.finish(move, move.num_pages)
+    assert three.host.lower.longest_prefix(RadixKey([20, 21])) == 2
+
+
 def test_a_lease_is_filled_from_the_host_and_then_from_the_disk(three: Three) -> None:
     tokens = list(range(1, 13))
     put(three.device_cache, tokens[:2])
