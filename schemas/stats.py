@@ -336,7 +336,7 @@ class CacheStats(PydanticMessage):
     batch_size: Histogram = Field(description="messages of each batch")
     batches: int = Field(description="of messages, as clients send them")
     requests: int = Field(description="messages carried by those batches, one for each call of a verb")
-    loop_lag_ms: float = Field(description="the longest that the event loop was late within the last 5 to 10 s")
+    loop_lag_ms: float = Field(description="the longest that the event loop was late, in the last 5 to 10 s or now")
     eviction_task: EvictionTaskStats
     swa: PoolStats | None = Field(default=None, description="the sliding-window pool, if there is one")
     state: PoolStats | None = Field(default=None, description="the recurrent states, if there are any")

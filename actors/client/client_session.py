@@ -275,6 +275,8 @@ class ClientSession:
         if not self.ready or self.closed or self.loop is not asyncio.get_running_loop():
             await self.open()
         transport = self.transport
+        if transport.turns is not None and transport.turns.is_due():
+            await transport.turns.take()
         try:
             return await transport.submit(request), transport
         except (StaleEpoch, LeaseExpired):
@@ -306,6 +308,8 @@ class ClientSession:
             on_outcome: called with the outcome of the request, even if the caller is cancelled meanwhile.
         """
         transport = self.transport
+        if transport.turns is not None and transport.turns.is_due():
+            await transport.turns.take()
         try:
             response = await transport.submit(request, on_outcome)
         except (StaleEpoch, LeaseExpired):

@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 class LocalPrefixCache(PrefixCacheClient):
     """The same verbs, errors and guarantees as a cache actor's, for a worker that is alone on its device.
 
-    Requests are validated, but not serialised; `attach_pool` gives the tensors themselves. The cache is its own client;
-    further sessions come from `PrefixCacheClient(local_cache)`. All sessions use one event loop: another loop is
+    Requests are validated, but not serialised; `attach_pool` gives the tensors themselves. About once a millisecond, a
+    request waits for evictions or copies that are due, before it is executed. The cache is its own client; further
+    sessions come from `PrefixCacheClient(local_cache)`. All sessions use one event loop: another loop is
     rejected until the cache is closed. Like any client it stays on the loop of its first verb: if that loop ends, make
     another cache.
 

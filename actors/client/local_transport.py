@@ -30,13 +30,17 @@ from raydix.schemas.requests import DEVICE
 
 
 class LocalTransport:
-    """The requests of one session to a cache in this process, on its loop: no serialisation, no batches."""
+    """The requests of one session to a cache in this process, on its loop: no serialisation, no batches.
+
+    A request is executed when it is submitted, and its future is settled then.
+    """
 
     def __init__(self, host: CacheHost) -> None:
         self._host = host
         self.session_id = ""
         self.epoch = ""
         self.lost: StaleEpoch | LeaseExpired | None = None
+        self.turns = host.service.turns
 
     async def open(self, request: OpenSession) -> SessionResponse:
         self._host.stay_on_loop()
@@ -102,6 +106,8 @@ class LocalTransport:
             self._host.write_kv(request)
 
     async def close(self) -> None:
+        if self.turns is not None and self.turns.has_waiting:
+            await self.turns.take()
         self._host.service.close_session(CloseSession(session_id=self.session_id))
 
     def _check_open(self) -> None:

@@ -11,10 +11,14 @@ _WINDOW_S = 5.0
 
 
 class LoopLag:
-    """The longest delay of the loop within the last five to ten seconds, measured by a timer on the loop."""
+    """The longest delay of the loop within the last five to ten seconds, measured by a timer on the loop.
+
+    A delay counts while it lasts: a loop that does not run is late by the time since its timer was due.
+    """
 
     def __init__(self) -> None:
         self._timer = LoopTimer(self._tick)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._due_at = 0.0
         self._window_ends_at = 0.0
         self._worst_s = self._worst_before_s = 0.0  # this window's worst, and the previous one's
@@ -22,7 +26,8 @@ class LoopLag:
     def start(self) -> None:
         """Start the timer on the running loop, unless it runs already."""
         if not self._timer.is_set:
-            self._due_at = asyncio.get_running_loop().time() + _TICK_S
+            self._loop = asyncio.get_running_loop()
+            self._due_at = self._loop.time() + _TICK_S
             self._timer.schedule(_TICK_S)
 
     def stop(self) -> None:
@@ -44,5 +49,6 @@ class LoopLag:
 
     @property
     def longest_ms(self) -> float:
-        """The longest recent delay, in ms."""
-        return 1000 * max(self._worst_s, self._worst_before_s)
+        """The longest recent delay, in ms; that of now included."""
+        present_s = self._loop.time() - self._due_at if self._loop is not None and self._timer.is_set else 0.0
+        return 1000 * max(self._worst_s, self._worst_before_s, present_s)

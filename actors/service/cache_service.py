@@ -66,6 +66,7 @@ from raydix.actors.tiers.tier_manager import TierManager
 from raydix.actors.tiers.unbound_namespaces import UnboundNamespaces
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
+from raydix.actors.transport.loop_turns import LoopTurns
 from raydix.actors.transport.validation import checked_message, checked_seconds
 from raydix.cache_core import KVCache, KVPool, OutOfSlotsError, RecordPool
 from raydix.cache_core.leases.lease_table import TIERS
@@ -116,6 +117,7 @@ class CacheService:
         clock: of sessions and latencies, in seconds.
         findings: faults of the cache's node, for the statistics.
         niceness: that Ray has added to the cache's process, for the statistics.
+        turns: the turns of the loop that requests of this process take; None: the cache has no tensors, so none.
 
     Args:
         config: of the cache.
@@ -189,6 +191,7 @@ class CacheService:
             self.insight.unused_s,
         )
         self._verbs = self._handlers.verbs
+        self.turns = LoopTurns(self._has_work, self._needs_threads) if config.pool.has_tensors else None
         self.recordings = Recordings(self.core.observers, clock, config.page_size)
         self.ghost = Ghost(config, config.ghost) if config.ghost is not None else None
         if self.ghost is not None:
@@ -251,9 +254,19 @@ class CacheService:
 
     def _after_moves(self) -> None:
         """Serve the queue after moves between tiers have ended, and have more written."""
+        if self.turns is not None:
+            self.turns.note_progress()
         if not self._closed:
             self.eviction_task.wake()
             self._serve_queue()
+
+    def _has_work(self) -> bool:
+        """Return whether work waits for turns of the loop: evictions, or moves between tiers. Cheap."""
+        return self.eviction_task.is_due or (self.lower is not None and self.lower.has_work)
+
+    def _needs_threads(self) -> bool:
+        """Return whether threads are at work for the tiers."""
+        return self.lower is not None and self.lower.needs_threads
 
     def _reclaim(self, max_tokens: int) -> int:
         """Free about so many slots of retired namespaces, in all tiers; return their number."""
@@ -301,6 +314,8 @@ class CacheService:
         if self.disk is not None and not self.disk.is_instant:
             logger.warning("the cache serves without its disk from now on, as its event loop was closed")
             self.disk.close(_DISK_CLOSE_S)
+        if self.turns is not None:
+            self.turns.change_loop()
         self.recordings.change_loop()
         self.feeds.change_loop()
         self.eviction_task.change_loop()

@@ -117,12 +117,22 @@ class EvictionTask:
         self._write_ahead = write_ahead
         self._rest: asyncio.TimerHandle | None = None
         self._rest_s = _MIN_REST_S
+        self._is_running = False  # in a round
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._rounds = self._slices = self._retired = self._failures = 0
         self._evicted: Counter[str] = Counter()  # pool -> evicted slots
         self._longest_slice_s = 0.0
         self._last_error: str | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the task would go on if its loop ran now."""
+        if self._task is None or self._task.done():
+            return False
+        if self._rest is not None and self._rest.when() <= self._task.get_loop().time():
+            return True
+        return self._is_running or self._wake.is_set()
 
     def start(self) -> None:
         """Start on the running loop; no effect if the task runs already or is switched off."""
@@ -180,11 +190,15 @@ class EvictionTask:
         Return the number of tokens freed.
         """
         before, done = self._retired + self._evicted["slots"], False
-        while not done:
-            done = self._run_slice()
-            self._after_slice()
-            if not done:
-                await asyncio.sleep(0)
+        self._is_running = True
+        try:
+            while not done:
+                done = self._run_slice()
+                self._after_slice()
+                if not done:
+                    await asyncio.sleep(0)
+        finally:
+            self._is_running = False
         self._rounds += 1
         return self._retired + self._evicted["slots"] - before
 

@@ -232,6 +232,18 @@ class DiskTier:
         """The tier's state: "ready", "stalled", "opening", "reading", "closed", "locked by pid N" or "failed: ..."."""
         return STALLED if self._state == READY and self.loads.is_stalled else self._state
 
+    @property
+    def needs_threads(self) -> bool:
+        """Whether threads are at work: the disk is opened or read, or writes or loads are in flight."""
+        return self.writes.has_batches or self.loads.has_any or self._is_building_up
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the disk goes on when the loop runs: it opens, or something is to be read, written or deleted."""
+        if self.is_instant or self._is_closed:
+            return False
+        return bool(self._is_scheduled or self._tasks or self.loads.has_any or not self.writes.is_idle)
+
     def stats(self) -> DiskStats:
         """Return the counts."""
         cache, keeper, moves = self.tier.cache, self.keepers.get("full"), MoveCounts()

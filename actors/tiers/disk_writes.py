@@ -123,6 +123,11 @@ class DiskWrites:
         return len(self._due) + len(self._blocked) + len(self._waiting)
 
     @property
+    def has_batches(self) -> bool:
+        """Whether writes are in flight."""
+        return len(self._batches) > 0
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is due, and no write is in flight."""
         return self.is_ahead and not (self._due or self._blocked or self._waiting or self._batches)

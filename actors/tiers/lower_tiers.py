@@ -69,6 +69,17 @@ class LowerTiers:
         moves = [move for some in self._all_moves for move in some.in_flight]
         return [move for move in moves if move.is_load and move.target.filling_for]
 
+    @property
+    def needs_threads(self) -> bool:
+        """Whether threads are at work."""
+        host, disk = self.host, self.disk
+        return bool(host is not None and host.needs_threads) or (disk is not None and disk.needs_threads)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether threads are at work, or the disk has other work for the loop."""
+        return bool(self.host is not None and self.host.needs_threads) or (self.disk is not None and self.disk.has_work)
+
     # ---------------------------------------------------------------- writes
 
     @property

@@ -179,6 +179,11 @@ class TierLoads:
         """Call `on_end` on the loop when the load of a lease has ended."""
         self._owners[move] = on_end
 
+    @property
+    def has_any(self) -> bool:
+        """Whether loads are in flight."""
+        return bool(self._loads)
+
     def is_in_flight(self, move: Move) -> bool:
         """Return whether a load has not ended."""
         return move in self._loads

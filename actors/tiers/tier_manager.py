@@ -9,7 +9,7 @@ from functools import partial
 
 from raydix.actors.tiers.copier import Copied, Copier, Copy
 from raydix.actors.tiers.due_writes import DueWrites
-from raydix.actors.tiers.host_memory import READY, HostMemory
+from raydix.actors.tiers.host_memory import READY, RESERVING, HostMemory
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.transport.pool_shapes import layout_below
@@ -169,6 +169,11 @@ class TierManager:
     def has_writes(self) -> bool:
         """Whether writes are in flight: they lock pages of the pool."""
         return bool(self._writes)
+
+    @property
+    def needs_threads(self) -> bool:
+        """Whether threads are at work: memory is reserved, or writes or loads are in flight."""
+        return bool(self._writes) or self.loads.has_any or self.state == RESERVING
 
     def write_ahead(self) -> Progress:
         """Begin to write the KV that the pool would evict next; at most two batches are in flight."""

@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from raydix.actors.transport import batch_codec
+from raydix.actors.transport.loop_turns import LoopTurns
 from raydix.actors.transport.ray_calls import RETRY_AFTER_S, call, from_ray, when_answered
 from raydix.actors.transport.transport import OnOutcome, Outcome
 from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, UnixSocketClient
@@ -89,6 +90,7 @@ class RayTransport:
         self.session_id = ""
         self.epoch = ""
         self.lost: StaleEpoch | LeaseExpired | None = None
+        self.turns: LoopTurns | None = None  # the cache has a loop of its own
         self._queue: deque[Entry] = deque()
         self._pump_scheduled = False
         self._last_seq = 0

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from raydix.actors.transport.loop_turns import LoopTurns
 from raydix.cache_core import KVPool, RecordPool
 from raydix.schemas import (
     CacheError,
@@ -33,11 +34,13 @@ class Transport(Protocol):
         session_id: the session's, once it is open.
         epoch: the life of the cache in which it was opened.
         lost: why the session is over, once the cache has said so; None: as far as known it is open.
+        turns: the turns of the loop that a request takes before it is submitted, if one is due; None: none ever is.
     """
 
     session_id: str
     epoch: str
     lost: StaleEpoch | LeaseExpired | None
+    turns: LoopTurns | None
 
     async def open(self, request: OpenSession) -> SessionResponse:
         """Open the session."""
