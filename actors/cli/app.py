@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +59,13 @@ GROUPS: dict[str, typer.Typer] = {"fleet": fleet.app, "disk": disk.app}
 
 class Commands(TyperGroup):
     """A group of commands. It turns an error into a message with advice, and an exit status."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line. A character that stdout or stderr cannot encode is printed as a question mark."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Errors meant for the user end it with an exit status; bugs are raised."""
