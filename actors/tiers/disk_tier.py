@@ -235,7 +235,7 @@ class DiskTier:
     @property
     def needs_threads(self) -> bool:
         """Whether threads are at work: the disk is opened or read, or writes or loads are in flight."""
-        return self.writes.has_batches or self.loads.has_any or self._is_building_up
+        return self.writes.has_batches or self.loads.has_any or self.bindings.may_find_more
 
     @property
     def has_work(self) -> bool:

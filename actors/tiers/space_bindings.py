@@ -143,7 +143,7 @@ class SpaceBindings:
 
         None: they can, or there is no disk to read. Others may wait for it, too.
         """
-        if not self._may_find_more:
+        if not self.may_find_more:
             return None
         if self._built is None:
             self._built = asyncio.get_running_loop().create_future()
@@ -151,13 +151,14 @@ class SpaceBindings:
 
     def settle(self) -> None:
         """End the future of `built` if it is to end."""
-        if self._built is not None and not self._may_find_more:
+        if self._built is not None and not self.may_find_more:
             future, self._built = self._built, None
             if not future.done():
                 future.set_result(None)
 
     @property
-    def _may_find_more(self) -> bool:
+    def may_find_more(self) -> bool:
+        """Whether pages of the models that are bound may be found later."""
         state = self._state()
         return state in ("opening", "reading") or (
             state == "ready" and (bool(self._to_look) or self._spaces.is_building)

@@ -33,6 +33,7 @@ FIELDS = (
     "swa_access_time",
     "swa_boundary_id",
     "swa_lock_ref",
+    "swa_stop",
     "swa_tombstone",
 )
 
