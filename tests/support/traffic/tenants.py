@@ -174,11 +174,11 @@ class TenantTraffic:
 
     # ------------------------------------------------------------ the model
 
-    def _check_checked(self, num_pages: int, tenant: Tenant) -> None:
+    def _check_checked(self, num_pages: int, tenant: Tenant, num_windows: int | None = None) -> None:
         """Refuses exactly what cannot be had."""
         fits = Shares(self.cache).fits(tenant, max(0, num_pages) * self.cache.page_size)
         try:
-            self._check_pages(num_pages, tenant)
+            self._check_pages(num_pages, tenant, num_windows)
         except OutOfSlotsError as error:
             assert not fits or error.pool != "slots", f"{tenant.name} was refused {num_pages} pages that it could have"
             raise
