@@ -21,7 +21,7 @@ ENCODINGS = pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 
 @contextmanager
 def streams(encoding: str) -> Iterator[list[io.BytesIO]]:
-    """Let stdout and stderr raise errors for what an encoding lacks; yield what is written to each."""
+    """Give stdout and stderr an encoding, in which other characters are errors; yield the bytes of each."""
     written = [io.BytesIO(), io.BytesIO()]
     files = [io.TextIOWrapper(buffer, encoding=encoding, write_through=True) for buffer in written]
     with redirect_stdout(files[0]), redirect_stderr(files[1]):

@@ -480,6 +480,24 @@ def test_the_first_part_of_a_tail_that_is_dropped_unwritten_counts_its_prompt() 
     assert moves.counts.dropped == 8, "the rest is of no use"
 
 
+def test_a_part_of_a_prompt_takes_no_window_slots_and_is_no_stop() -> None:
+    moves = window_pair(device=64)
+    moves.batch_pages = 2
+    lower = moves.lower.cache
+    publish(moves.upper.cache, *range(20))
+    assert lower.allocator.swa is not None
+    free = lower.allocator.swa.available_size()
+    parts = []
+    while (plan := moves.plan_demotion(200)).moves:
+        (move,) = plan.moves
+        parts.append((move.first, move.stop, free - lower.allocator.swa.available_size()))
+        moves.finish(move, move.num_pages)
+        moves.check_invariants()
+
+    assert parts == [(0, 4, 0), (4, 8, 0), (8, 12, 0), (12, 20, 6)]
+    assert [node.end for node in lower.radix.parts.tree.nodes() if node.swa_stop] == [20]
+
+
 def put_below(moves: Moves, *ids: int) -> None:
     """Have a prompt in the lower tier alone."""
     publish(moves.upper.cache, *ids)
@@ -502,6 +520,18 @@ def test_where_a_prompt_branches_off_from_one_in_the_lower_tier_its_window_is_wr
 
     assert moves.lower.longest_prefix(key(*range(10), 40, 41)) == 10
     assert write_windows(moves, 100) == [(8, 14)], "its lock has kept the tail"
+
+
+def test_where_two_prompts_of_the_pool_branch_off_the_window_is_written() -> None:
+    """The second one finds no window KV there, so no match ends there; it computes it again."""
+    moves = window_pair()
+    device = moves.upper.cache
+    publish(device, *range(10), *range(20, 24))
+    device.evict_window(8)
+    publish(device, *range(10), *range(30, 34))
+
+    assert write_windows(moves, 1) == [(4, 10)]
+    assert moves.lower.longest_prefix(key(*range(10))) == 10
 
 
 def test_no_window_is_written_where_a_prompt_only_goes_on_from_the_lower_tier() -> None:
