@@ -327,9 +327,11 @@ def test_a_load_costs_one_request_more_and_a_miss_none(make_caches: MakeCaches) 
     sent = record_requests(other)
 
     other.run(miss)
+    wait_until(lambda: ReleaseRequest in sent)
     of_miss = sent.copy()
     sent.clear()
     assert other.run(hit).num_hit == 6 * BLOCK
+    wait_until(lambda: ReleaseRequest in sent)
 
     assert of_miss == [LockRequest, AdoptRequest, ExtendRequest, InsertRequest, ReleaseRequest]
     assert sent == [LockRequest, AdoptRequest, ExtendRequest, ReleaseRequest]
