@@ -301,7 +301,8 @@ async def test_readers_have_the_pages_of_their_tier(kind: str, events: str, seed
     assert traffic.num_loaded or seed  # a few of the others load nothing
     seqs = [traffic.first[tier].seq for tier in TIERS]
     assert min(seqs) and (seed or len(set(seqs)) == 3)
-    assert min(reader.num_joins for reader in traffic.slow.values()) > (0 if seed else 3)
+    num_joins = [reader.num_joins for reader in traffic.slow.values()]
+    assert max(num_joins) and (seed or min(num_joins) > 3)  # in a few of the others a reader is never too slow
 
 
 # ---------------------------------------------------------------- planted faults

@@ -71,6 +71,7 @@ class DiskServiceTraffic(ServiceTraffic):
     """Random operations on services that follow each other on one disk."""
 
     REFUSALS = (*ServiceTraffic.REFUSALS, ConfigMismatch)
+    LATE_REFUSALS = (*ServiceTraffic.LATE_REFUSALS, ConfigMismatch)
     cache: DiskService
     shape: DiskShape
 
