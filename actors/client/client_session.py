@@ -304,12 +304,20 @@ class ClientSession:
     async def ask_for_lease(self, request: Message, on_outcome: OnOutcome | None = None) -> Message:
         """Return the response to a request that names a lease of the present session, after its wait in the queue.
 
+        A request that ends a lease takes effect even if the caller is cancelled before it is executed: the client has
+        no other way to end the lease.
+
         Args:
             on_outcome: called with the outcome of the request, even if the caller is cancelled meanwhile.
         """
         transport = self.transport
         if transport.turns is not None and transport.turns.is_due():
-            await transport.turns.take()
+            try:
+                await transport.turns.take()
+            except asyncio.CancelledError:
+                if isinstance(request, ReleaseRequest | AbortRequest):
+                    self._undo(request)
+                raise
         try:
             response = await transport.submit(request, on_outcome)
         except (StaleEpoch, LeaseExpired):

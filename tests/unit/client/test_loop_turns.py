@@ -228,6 +228,23 @@ async def test_a_request_that_is_cancelled_while_it_waits_is_not_executed(monkey
         await lease.release()
 
 
+@pytest.mark.parametrize("verb", ["release", "abort"])
+async def test_the_end_of_a_lease_takes_effect_if_its_caller_is_cancelled_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    async with LocalPrefixCache(TIERED) as cache:
+        await busy(cache, monkeypatch)
+        lease = await cache.acquire(list(range(32)))
+        ending = asyncio.ensure_future(getattr(lease, verb)())
+        await asyncio.sleep(0)
+        assert cache.service.turns is not None and cache.service.turns.has_waiting
+        ending.cancel()
+        await asyncio.wait((ending,))
+
+        assert ending.cancelled()
+        assert (len(cache.service.core.leases), cache.service.core.private_slots) == (0, 0)
+
+
 async def test_requests_of_one_client_are_executed_in_their_order_and_before_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
