@@ -627,7 +627,7 @@ class DiskTier:
         self.writes.forget(is_meant)
         if self.is_instant:
             return
-        self.deletions.retire(is_meant, self.spaces.retire)
+        self.deletions.retire(partial(_is_meant_or_damaged, is_meant), self.spaces.retire)
         self.bindings.settle()
 
     def _end_deletion(self, numbers: Sequence[int]) -> None:
@@ -747,6 +747,14 @@ def _make_keepers(cache: KVCache) -> Mapping[Kind, RecordKeeper]:
 def _in_use(error: FolderInUse) -> str:
     """Return the state of a tier of which another process has the folder."""
     return "locked by another process" if error.pid is None else f"locked by pid {error.pid}"
+
+
+def _is_meant_or_damaged(is_meant: Callable[[str | None], bool], namespace: str | None) -> bool:
+    """Return whether a space is to be deleted: its namespace is meant; or is none, as the index may be damaged."""
+    try:
+        return is_meant(namespace)
+    except ValueError:
+        return True
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

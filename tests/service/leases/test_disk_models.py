@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiers.gated_loads import PAGE
-from support.tiers.settled_disk import settled
+from support.tiers.settled_disk import settled, tier_of
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.schemas import (
@@ -179,3 +180,33 @@ async def test_the_error_of_a_refused_bind_names_what_can_be_done(tmp_path: Path
             ConfigMismatch, match=r"call set_weights\(label\) or reset\(\); else use another cache, or another lora_id$"
         ):
             await cache.bind_model(ModelFingerprint(weights="step 0", fields={"name": "other"}))
+
+
+async def test_a_damaged_namespace_keeps_no_adapter_from_being_retired(tmp_path: Path) -> None:
+    async with opened(tmp_path) as cache:
+        await cache.bind_model(MODEL)
+        await cache.bind_model(ADAPTER, lora_id="french")
+        await keep(cache, cache, lora_id="french")
+    (file,) = tmp_path.glob("*/*/index.db")  # noqa: ASYNC240
+    database = sqlite3.connect(file, isolation_level=None)
+    # A part of another length than it says: `unframe_namespace` refuses it.
+    values = "CAST('5:text6:french-' AS BLOB), base, adapter, label, arity, created"
+    database.execute(
+        f"INSERT INTO spaces (namespace, base, adapter, label, arity, created) SELECT {values} FROM spaces"
+    )
+    number = database.execute("SELECT max(number) FROM spaces").fetchone()[0]
+    database.execute(
+        "INSERT INTO rows SELECT kind, record + 100, ?, depth, digest, sum, parent, tokens, planes FROM rows", (number,)
+    )
+    database.close()
+
+    async with opened(tmp_path) as cache:
+        await cache.bind_model(MODEL)
+        await cache.bind_model(ADAPTER, lora_id="french")
+        await settled(cache)
+        assert await find(cache, lora_id="french") == ALL
+        await cache.retire(lora_id="french")
+        await settled(cache)
+        assert tier_of(cache).stats().num_spaces == 0
+        await cache.bind_model(ADAPTER.model_copy(update={"weights": "other"}), lora_id="french")
+        assert await find(cache, lora_id="french") == 0
