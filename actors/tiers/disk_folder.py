@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import stat
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
@@ -78,7 +79,6 @@ class DiskFolder:
         self._calls = calls or FileCalls()
         self._top, self._cache = path, cache
         self._lock_fd: int | None = None
-        self._pid = 0  # of the process that took the lock
         top = _open_top(path)
         try:
             self._check_file_system(path, top, direct_io)
@@ -120,9 +120,9 @@ class DiskFolder:
                 if _is_there(self.fd, fd):  # `clear` removes the file while it has the lock.
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, b"%d\n" % os.getpid(), 0)
-                    self._pid = os.getpid()
-                    _own_locks.add((*_id_of(fd), self._pid))
+                    _own_locks.add((*_id_of(fd), os.getpid()))
                     self._lock_fd, fd = fd, -1
+                    _locked_folders.add(self)
             finally:
                 if fd >= 0:
                     _unlock(fd)
@@ -149,17 +149,20 @@ class DiskFolder:
     def close(self) -> None:
         """Give the folder back. Its files must be closed. A second call has no effect.
 
-        A forked process only closes its descriptors: the lock stays that of the process which took it.
+        A forked process only closes its descriptor: the lock stays that of the process which took it.
         """
         if self._lock_fd is not None:
-            if self._pid == os.getpid():
-                _own_locks.discard((*_id_of(self._lock_fd), self._pid))
-                _unlock(self._lock_fd)
-            else:
-                os.close(self._lock_fd)
+            _own_locks.discard((*_id_of(self._lock_fd), os.getpid()))
+            _unlock(self._lock_fd)
         if self.fd >= 0:
             os.close(self.fd)
         self._lock_fd, self.fd = None, -1
+
+    def _leave_lock(self) -> None:
+        """Close a forked process's copy of the lock, which would keep the folder when the other process is killed."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     # ---------------------------------------------------------------- room
 
@@ -186,6 +189,17 @@ class DiskFolder:
         return (
             f"there are records of {counted(len(found), 'other layout')} of this cache, which it cannot read: {named}"
         )
+
+
+_locked_folders: weakref.WeakSet[DiskFolder] = weakref.WeakSet()  # of this process
+
+
+def _leave_locks_in_child() -> None:
+    for folder in list(_locked_folders):
+        folder._leave_lock()
+
+
+os.register_at_fork(after_in_child=_leave_locks_in_child)
 
 
 def folder_of(path: str, cache: str, layout: str) -> str:

@@ -468,6 +468,30 @@ def test_a_forked_child_does_not_keep_the_folder_of_a_store_that_was_closed_or_d
     forks(tmp_path, KEEPS)
 
 
+KILLED = """
+import signal, time
+child = os.fork()
+if not child:
+    time.sleep(600)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_folder_of_a_process_that_was_killed(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", FORKS + KILLED, str(tmp_path)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        child = int(killed.stdout.readline())
+        try:
+            assert killed.wait(60) == -signal.SIGKILL
+            with opened(tmp_path) as folder:
+                folder.lock()  # the child lives
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 CHILD = """
 def work():
     global store
