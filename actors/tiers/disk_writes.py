@@ -136,9 +136,9 @@ class DiskWrites:
     def may_look_on(self) -> bool:
         """Whether a slice has left due prefixes, or a part of the reserve while no write is in flight.
 
-        The end of a write says more of the reserve.
+        The end of a write says more of the reserve. If records will be free soon, the disk is woken when they are.
         """
-        return self._has_more or not (self.is_ahead or self._batches)
+        return self._has_more or not (self.is_ahead or self._batches or self._awaits_records())
 
     def ask_again(self) -> None:
         """Look at the whole reserve again: pages of more namespaces are kept now."""

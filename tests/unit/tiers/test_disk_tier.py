@@ -100,9 +100,9 @@ async def test_admit_all_writes_the_coldest_share_of_the_pool_at_its_first_use(t
         assert await rig.lengths([1] * 24) == [24]
 
 
-async def test_the_disk_waits_without_work_while_no_write_may_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of slices of the disk's work so far."""
     slices = [0]
 
     def run_slice(self: disk_tier.DiskTier) -> None:
@@ -111,6 +111,10 @@ async def test_the_disk_waits_without_work_while_no_write_may_begin(
 
     original = disk_tier.DiskTier._run_slice
     monkeypatch.setattr(disk_tier.DiskTier, "_run_slice", run_slice)
+    return slices
+
+
+async def test_the_disk_waits_without_work_while_no_write_may_begin(tmp_path: Path, slices: list[int]) -> None:
     async with opened_rig(tmp_path, num_pages=20, admit="all", reserve=0.9) as rig:
         rig.disk.may_begin = lambda: False
         rig.request([1] * 24)
@@ -123,6 +127,30 @@ async def test_the_disk_waits_without_work_while_no_write_may_begin(
         rig.disk.wake()
         await rig.settle()
         assert rig.cache.total_size() == 24
+
+
+async def test_the_disk_waits_without_work_for_the_records_that_will_be_free(tmp_path: Path, slices: list[int]) -> None:
+    calls = FaultyFileCalls()
+    async with opened_rig(tmp_path, num_pages=20, disk_pages=8, admit="all", reserve=0.9, calls=calls) as rig:
+        for number in range(6):
+            rig.request([1 + number] * 12)
+            rig.disk.wake()
+            await rig.settle()
+        go_on = calls.stall("DELETE", skipped=1)  # behind the rows of a write
+        for number in range(6):
+            rig.request([20 + number] * 12)
+            rig.disk.wake()
+            await asyncio.sleep(0.01)
+        writes = rig.disk.writes
+        await rig.wait(lambda: not (writes.is_ahead or writes.has_batches) and rig.disk.keepers["full"].num_leaving > 0)
+        before = slices[0]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert slices[0] - before < 10, "it asks again and again"
+
+        go_on()
+        await rig.settle()
+        assert rig.cache.total_size() >= 12
 
 
 async def test_the_limit_of_the_rate_holds_back_all_but_the_first_write(tmp_path: Path) -> None:
