@@ -664,8 +664,9 @@ class DiskTier:
         self._is_closed = True
         self._state = CLOSED
         self.bindings.settle()
-        for task in self._tasks:
-            task.cancel()
+        if self._loop is not None and not self._loop.is_closed():  # else no task goes on
+            for task in self._tasks:
+                task.cancel()
         if self._timer is not None:
             self._timer.cancel()
         self._take_first()

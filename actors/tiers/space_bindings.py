@@ -150,10 +150,10 @@ class SpaceBindings:
         return self._built
 
     def settle(self) -> None:
-        """End the future of `built` if it is to end."""
+        """End the future of `built` if it is to end. Of a loop that was closed nothing waits for it."""
         if self._built is not None and not self.may_find_more:
             future, self._built = self._built, None
-            if not future.done():
+            if not (future.done() or future.get_loop().is_closed()):
                 future.set_result(None)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.gated_loads import PAGE
 from support.tiers.settled_disk import settled, tier_of
 
-from raydix.actors import Lease, Loaded, LocalPrefixCache, start_cache
+from raydix.actors import Lease, Loaded, LocalPrefixCache, PrefixCacheClient, start_cache
 from raydix.actors.metrics.table import METRICS
 from raydix.actors.report.page import render
 from raydix.actors.sessions import admission
@@ -592,3 +592,40 @@ async def test_a_disk_that_does_not_answer_and_damaged_records_are_counted(tmp_p
         assert read["raydix_disk_damaged_records_total"] == {(): all_stats.disk.damaged_records}
         assert read["raydix_disk_state"][("state", "ready"),] == 1
         assert "damaged records" in render(cache.service.report(), cache.service.config, "kv-0")
+
+
+def run_and_leave(work: Coroutine[Any, Any, None]) -> None:
+    """Run work on a loop that is closed with its tasks pending."""
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(work)
+    loop.close()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, run_and_leave])
+def test_a_cache_goes_on_if_its_loop_ends_while_its_disk_is_read(
+    tmp_path: Path, run: Callable[[Coroutine[Any, Any, None]], None]
+) -> None:
+    cache, calls = LocalPrefixCache(disk_config(tmp_path, fingerprint="")), FaultyFileCalls()
+    tier_of(cache)._calls = calls
+    model, go_on = ModelFingerprint(weights="1", fields={"name": "model"}), calls.stall("SELECT")
+
+    async def bind() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await cache.bind_model(model)
+
+    async def use() -> None:
+        async with PrefixCacheClient(cache) as client:
+            await client.bind_model(model)
+            for hit in (0, ALL):
+                async with client.acquire(PROMPT) as lease:
+                    assert lease.prefix_len == hit
+                    await lease.insert(PROMPT)
+            stats = (await client.stats()).disk
+            assert stats is not None and stats.state == "closed"
+
+    try:
+        run(bind())
+    finally:
+        go_on()
+    asyncio.run(use())
