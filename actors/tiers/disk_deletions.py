@@ -83,12 +83,17 @@ class DiskDeletions:
             self._before.append(is_meant)
         self._note_time()
 
-    def begin(self, writer: DiskWriter, find: Callable[[IsMeant], Sequence[int]]) -> None:
-        """Delete the spaces of the retirements so far: the spaces of the index are known now."""
-        self._writer, self._is_begun = writer, True
-        before, self._before = self._before, []
-        for is_meant in before:
-            self.delete(find(is_meant))
+    async def begin(self, writer: DiskWriter, find: Callable[[IsMeant], Sequence[int]]) -> None:
+        """Delete the spaces of the retirements so far: the spaces of the index are known now.
+
+        Each retirement looks at all spaces, so each has a step of the loop. Others may come meanwhile.
+        """
+        self._writer = writer
+        while self._before:
+            self.delete(find(self._before.pop(0)))
+            if self._before:
+                await asyncio.sleep(0)
+        self._is_begun = True
         if self._future_before is not None:
             self._futures[self._num_retired], self._future_before = self._future_before, None
         self._settle()

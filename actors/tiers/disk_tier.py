@@ -391,7 +391,7 @@ class DiskTier:
         """Read the spaces, and the numbers of their records."""
         await self.bindings.read()
         assert self._writer is not None
-        self.deletions.begin(self._writer, self.spaces.retire)
+        await self.deletions.begin(self._writer, self.spaces.retire)
         place: RowPlace | None = FIRST
         while place is not None:
             spaces, kinds, records, place = await self._do_surely(partial(_records, place=place))

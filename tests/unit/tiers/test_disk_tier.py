@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import multiprocessing
+import operator
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
+from support.tiers.disk_rig import PAGE, WAIT_S, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
 from raydix.actors.tiers import disk_errors, disk_tier, disk_writes, tier_loads
@@ -495,6 +497,39 @@ async def test_a_retirement_before_the_disk_is_open_deletes_what_lies_there(tmp_
         rig.disk.close()
     async with opened_rig(tmp_path) as rig:
         assert await rig.lengths(*PROMPTS) == [0, 0, 0, 0]
+
+
+async def test_many_retirements_before_the_disk_is_open_leave_turns_of_the_loop(tmp_path: Path) -> None:
+    names = [f"name {number}" for number in range(20)]
+    async with opened_rig(tmp_path) as rig:
+        for name in names:
+            await rig.twice([1] * 4, namespace=name)
+    rig, turns, found = DiskRig(tmp_path), [0], list[int]()
+    retire = rig.disk.spaces.retire
+
+    def noted(is_meant: Callable[[str | None], bool]) -> list[int]:
+        found.append(turns[0])
+        if len(found) == 5:
+            rig.core.retire(lambda name: name == names[-1])
+        return retire(is_meant)
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    rig.disk.spaces.retire = noted  # type: ignore[method-assign]
+    for name in names[:-2]:
+        rig.core.retire(partial(operator.eq, name))
+    deletion = rig.disk.deletions.future()
+    counting = asyncio.ensure_future(count())
+    await rig.ready()
+    counting.cancel()
+
+    assert deletion is not None and deletion.done()
+    assert len(set(found)) == len(found) == len(names) - 1, "two retirements looked at all spaces in one turn"
+    assert [space.namespace for space in rig.disk.spaces] == names[-2:-1]
+    rig.disk.close(WAIT_S)
 
 
 async def test_a_retirement_while_a_write_is_in_flight_publishes_nothing(tmp_path: Path) -> None:
