@@ -309,11 +309,12 @@ class CacheService:
         self.lag.stop()
         self.insight.stop()
         self.wait_queue.change_loop()
-        if self.tiers is not None:
-            self.tiers.stop_copies()
+        # First the disk: the ends of copies would wake it on the loop that was closed.
         if self.disk is not None and not self.disk.is_instant:
             logger.warning("the cache serves without its disk from now on, as its event loop was closed")
             self.disk.close(_DISK_CLOSE_S)
+        if self.tiers is not None:
+            self.tiers.stop_copies()
         if self.turns is not None:
             self.turns.change_loop()
         self.recordings.change_loop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from raydix.actors.report.page import render
 from raydix.actors.sessions import admission
 from raydix.actors.tiers import tier_loads
 from raydix.actors.tiers.disk_tier import DiskTier
-from raydix.cache_core.tiers.page_records import PageRecords
+from raydix.cache_core.tiers.page_records import PageCopies, PageRecords
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
@@ -628,4 +629,32 @@ def test_a_cache_goes_on_if_its_loop_ends_while_its_disk_is_read(
         run(bind())
     finally:
         go_on()
+    asyncio.run(use())
+
+
+def test_a_cache_goes_on_if_its_loop_ends_during_a_load_from_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = LocalPrefixCache(disk_config(tmp_path, host=True, num_slots=256, admit="all"))
+    may_load, load = threading.Event(), PageCopies.load
+
+    def load_later(*arguments: Any) -> None:
+        may_load.wait(60)
+        load(*arguments)
+
+    monkeypatch.setattr(PageCopies, "load", load_later)
+
+    async def prefetch() -> None:
+        await cache.stats()
+        await settled(cache)
+        await compute(cache, PROMPT)
+        await demote(cache)
+        assert await cache.prefetch(PROMPT) == ALL
+
+    async def use() -> None:
+        async with PrefixCacheClient(cache) as client, client.acquire(PROMPT) as lease:
+            assert lease.prefix_len == ALL
+
+    asyncio.run(prefetch())
+    may_load.set()
     asyncio.run(use())
