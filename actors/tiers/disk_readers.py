@@ -111,7 +111,8 @@ class DiskReaders:
         if move.is_retired or copied.end == "whole":
             self._unread = {key: first for key, first in self._unread.items() if key[:2] not in named}
         if places and not move.is_retired:
-            num_tokens = disk.drop_page(move.key, move.first + max(0, min(places)) * page)
+            # A load of a state alone has no pages: its state stands at the end of the page before it.
+            num_tokens = disk.drop_page(move.key, move.first + min(places) * page)
             logger.warning("a load met lost records; %d tokens are dropped from the disk", num_tokens)
         return must_stall
 

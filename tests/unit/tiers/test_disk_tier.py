@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiers.disk_rig import PAGE, WAIT_S, DiskRig, opened_rig
+from support.tiers.disk_rig import PAGE, STATE_BYTES, WAIT_S, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
 from raydix.actors.tiers import disk_errors, disk_tier, disk_writes, tier_loads
 from raydix.actors.tiers.disk_writes import DiskWrites
-from raydix.actors.tiers.record_file import BLOCK
+from raydix.actors.tiers.record_file import BLOCK, stride_of
 from raydix.cache_core import RadixKey
 
 PROMPTS = [[1] * 16, [1] * 12 + [2] * 20, [1] * 12 + [3] * 4, [7] * 24]  # 4, 5 more, 1 more and 6 pages
@@ -591,6 +591,31 @@ async def test_a_damaged_record_is_dropped_with_all_below_it_and_counted(tmp_pat
         assert await rig.lengths([1] * 12 + [2] * 20) == [16]
     async with opened_rig(tmp_path) as rig:
         assert await rig.lengths([1] * 12 + [2] * 20) == [16]
+
+
+async def test_a_damaged_state_that_is_loaded_alone_is_dropped(tmp_path: Path) -> None:
+    prompt = [1] * 16
+    async with opened_rig(tmp_path, num_states=4) as rig:
+        await rig.twice(prompt)
+        rig.request([*prompt, *[2] * 8])
+        await rig.settle()
+        rig.core.evict_states(1)
+        node, _ = rig.cache.radix.locate(RadixKey(prompt), 16)
+        state = rig.cache.tree.state_at(node)
+        assert state is not None
+        (file,) = tmp_path.glob("*/*/states.bin")  # noqa: ASYNC240
+        with file.open("r+b") as records:
+            records.seek((state - 1) * stride_of(STATE_BYTES))
+            records.write(bytes(8))
+
+        move = rig.disk.loads.prefetch(RadixKey(prompt))
+        assert move is not None and not move.num_pages and move.source_state == state
+        await rig.wait(lambda: not rig.disk.loads.has_any)
+        await rig.settle()
+
+        assert rig.disk.stats().num_damaged == 1
+        assert rig.cache.radix.cached_lens(RadixKey(prompt))[0] == 0
+        assert rig.disk.loads.prefetch(RadixKey(prompt)) is None, "it is met again and again"
 
 
 async def test_a_read_that_fails_is_a_miss_and_its_pages_stay(tmp_path: Path) -> None:
