@@ -41,12 +41,13 @@ from raydix.cache_core import KVCache, KVPool, RadixKey, RecordPool
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 from raydix.cache_core.tiers.disk_spaces import DiskSpaces, Models
 from raydix.cache_core.tiers.index_row import FIRST, RowPlace
-from raydix.cache_core.tiers.moves import Finished, MoveCounts, Moves
+from raydix.cache_core.tiers.loads import Filled, Loads
 from raydix.cache_core.tiers.page_records import Kind
 from raydix.cache_core.tiers.record_keeper import Numbers, RecordKeeper
 from raydix.cache_core.tiers.second_use import SecondUse
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tiers.use_counter import UseCounter
+from raydix.cache_core.tiers.writes import Writes
 from raydix.schemas import CacheConfig, CacheUnavailable
 from raydix.schemas.config import TierSizes
 from raydix.schemas.shown import counted
@@ -72,7 +73,6 @@ class DiskStats:
     leaving: int = 0  # of which the rows are being deleted
     num_spaces: int = 0
     num_due: int = 0  # prefixes that wait to be written
-    moves: MoveCounts = field(default_factory=MoveCounts)  # sums over all sources
     writes: DiskWriteCounts = field(default_factory=DiskWriteCounts)
     num_uses: int = 0  # pages
     num_first_uses: int = 0  # pages that `admit` refused
@@ -109,7 +109,7 @@ class DiskTier:
 
     Attributes:
         tier: the disk's tier.
-        all_moves: from each source to the disk; the loads are those of the first.
+        all_writes: from each source to the disk.
         loads: from the disk to the first tier.
         readers: the threads of the loads.
         writes: to the disk.
@@ -151,11 +151,11 @@ class DiskTier:
         self._index_layout = index_layout(config)
         strides = {kind: stride_of(num_bytes) for kind, num_bytes in record_bytes(self._layout).items()}
         page_bytes = strides.get("full", 0) + strides.get("swa", 0)
-        self.all_moves = [
-            Moves(source.tier, self.tier, page_bytes, are_neighbours=source is sources[-1]) for source in sources
+        self.all_writes = [
+            Writes(source.tier, self.tier, page_bytes, are_neighbours=source is sources[-1]) for source in sources
         ]
-        for moves in self.all_moves:
-            moves.batch_pages = min(moves.batch_pages, MOST_PAGES)
+        for writes in self.all_writes:
+            writes.batch_pages = min(writes.batch_pages, MOST_PAGES)
         self.keepers = {} if self.is_instant else _make_keepers(cache)
         self.spaces = DiskSpaces(cache, self.keepers)
         self.bindings = SpaceBindings(
@@ -172,12 +172,12 @@ class DiskTier:
         low_watermark = (config.eviction if config.host is None else config.host).low_watermark
         reserve = int(max(self.config.reserve, 1 - low_watermark) * sources[-1].tier.cache.num_slots)
         has_reserve = self.config.admit == "all" and not self.is_instant
-        self.writes = DiskWrites(sources, self.all_moves, self.keepers, reserve if has_reserve else 0)
+        self.writes = DiskWrites(sources, self.all_writes, self.keepers, reserve if has_reserve else 0)
         self.writes.on_end = self._after_write
         self._buffer_bytes = max(BUFFER_BYTES, self.writes.set_sizes(record_bytes(self._layout)))
         self.readers = DiskReaders(clock)
         self.loads = TierLoads(
-            self.all_moves[0],
+            Loads(self.tier, sources[0].tier),
             self.config.load_timeout_s,
             self._finish_load,
             self._after_work,
@@ -203,7 +203,7 @@ class DiskTier:
 
     def _observe(self) -> None:
         """Count uses, and see retirements."""
-        first, lowest = self._sources[0].tier.cache, self.all_moves[-1]
+        first, lowest = self._sources[0].tier.cache, self.all_writes[-1]
         self.tier.cache.observers.append(_Retirements(self))
         first.observers.append(_Changes(self))
         pages = sum(tier.cache.num_slots for tier in (*(source.tier for source in self._sources), self.tier))
@@ -212,14 +212,9 @@ class DiskTier:
             offer = self.writes.write_instantly if self.is_instant else self._offer
             self.uses = UseCounter(first, SecondUse(max(1, pages // self._page)), self.bindings.has_models, offer)
             first.observers.append(self.uses)
-        elif self.is_instant:
-            lowest.is_kept = self.bindings.has_models
-            lowest.upper.cache.watch_victims(lowest.write_before_eviction)
         else:
             lowest.is_kept = self.bindings.is_ready
             lowest.upper.cache.watch_victims(lowest.count_dropped)
-        if self.is_instant:
-            self.loads.open_instant()
 
     def _offer(self, key: RadixKey) -> None:
         self.writes.offer(key)
@@ -246,10 +241,7 @@ class DiskTier:
 
     def stats(self) -> DiskStats:
         """Return the counts."""
-        cache, keeper, moves = self.tier.cache, self.keepers.get("full"), MoveCounts()
-        for some in self.all_moves:
-            for name in MoveCounts.__slots__:
-                setattr(moves, name, getattr(moves, name) + getattr(some.counts, name))
+        cache, keeper = self.tier.cache, self.keepers.get("full")
         return DiskStats(
             state=self.state,
             num_slots=cache.num_slots,
@@ -259,7 +251,6 @@ class DiskTier:
             leaving=0 if keeper is None else keeper.num_leaving * self._page,
             num_spaces=len(self.spaces),
             num_due=self.writes.num_due,
-            moves=moves,
             writes=self.writes.counts,
             num_uses=0 if self.uses is None else self.uses.num_uses,
             num_first_uses=0 if self.uses is None else self.uses.num_first_uses,
@@ -575,7 +566,7 @@ class DiskTier:
         """Return how many slots of a kind are to be evicted."""
         keeper = self.keepers[kind]
         step = 1 if kind == "state" else self._page
-        batch = 1 if kind == "state" else self.all_moves[-1].batch_pages + self.writes.window_pages
+        batch = 1 if kind == "state" else self.all_writes[-1].batch_pages + self.writes.window_pages
         goal = max(int(_FREE_SHARE * keeper.num_records), min(batch, keeper.num_records // 2), 1)
         return (goal - keeper.num_leaving) * step - num_free
 
@@ -590,6 +581,10 @@ class DiskTier:
         """Cancel the writes that lock pages of the pool; return True if there are none. See `DiskWrites.cancel`."""
         return self._writer is None or self.writes.cancel(self._writer)
 
+    def after_writes(self, resume: Callable[[], object]) -> None:
+        """Call `resume` once, when no page of the pool is locked by a write any more."""
+        self.writes.after_writes(resume)
+
     def _may_load(self) -> bool:
         """Return whether loads may begin."""
         return self.is_instant or (bool(self.readers.copiers) and not self._is_closed)
@@ -597,10 +592,10 @@ class DiskTier:
     def _may_prefetch(self) -> bool:
         return self.may_begin()
 
-    def _finish_load(self, batch: MoveBatch, copied: Copied) -> tuple[Finished, bool]:
+    def _finish_load(self, batch: MoveBatch, copied: Copied) -> tuple[Filled, bool]:
         """End the only move of a batch; return its result, and whether all of it was read."""
         ((move, num_pages, is_whole),) = batch.results(copied)
-        finished = self.all_moves[0].finish(move, num_pages, is_whole)
+        finished = self.loads.moves.complete(move, num_pages, is_whole)
         num_failed = self.readers.num_failed
         if self.readers.end(move, copied, self.tier.cache):
             self.loads.stall()

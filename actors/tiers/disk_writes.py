@@ -18,10 +18,10 @@ from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.cache_core import KVPool, RadixKey, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.move import Move
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.page_records import KINDS, Kind, PageRecords
 from raydix.cache_core.tiers.record_keeper import RecordKeeper
 from raydix.cache_core.tiers.tier import Tier
+from raydix.cache_core.tiers.writes import Writes
 from raydix.cache_core.tree.page_hashes import path_hashes
 
 logger = logging.getLogger(__name__)
@@ -59,12 +59,12 @@ class _Batch:
     """Moves that are written together.
 
     Attributes:
-        moves: each with the `Moves` that it belongs to.
+        moves: each with the `Writes` that it belongs to.
         numbers: of their records, by kind.
         due: the prefixes of which they are parts.
     """
 
-    moves: list[tuple[Moves, Move]]
+    moves: list[tuple[Writes, Move]]
     numbers: Mapping[Kind, Sequence[int]]
     due: list[RadixKey]
     num_bytes: int
@@ -93,7 +93,7 @@ class DiskWrites:
     def __init__(
         self,
         sources: Sequence[Source],
-        all_moves: Sequence[Moves],
+        all_moves: Sequence[Writes],
         keepers: Mapping[Kind, RecordKeeper],
         reserve: int = 0,
     ) -> None:
@@ -142,7 +142,7 @@ class DiskWrites:
 
     def ask_again(self) -> None:
         """Look at the whole reserve again: pages of more namespaces are kept now."""
-        self._all_moves[-1].ask_again()
+        self._all_moves[-1].restart_round()
 
     def resume(self, namespaces: Iterable[str | None]) -> None:
         """Look at the due prefixes of namespaces again, of which the spaces are built now."""
@@ -168,7 +168,7 @@ class DiskWrites:
         """Write a prefix in this call: for tiers without KV."""
         while (found := self._plan(key, MOST_PAGES)) is not None:
             moves, move = found
-            moves.finish(move, move.num_pages)
+            moves.complete(move, move.num_pages)
             if move.stop >= len(key):
                 break
 
@@ -232,7 +232,7 @@ class DiskWrites:
 
     def _next_batch(self, buffer_bytes: int, spaces: SpaceBindings) -> _Batch | None:
         """Plan the moves of a batch, all from one tier; None: nothing is to be written, or this slice finds nothing."""
-        found: list[tuple[Moves, Move]] = []
+        found: list[tuple[Writes, Move]] = []
         due: list[RadixKey] = []
         num_bytes = num_looked_at = 0
         page_bytes = max(1, self._strides.get("full", 0) + self._strides.get("swa", 0))
@@ -254,7 +254,7 @@ class DiskWrites:
                 continue
             taken = self._bytes_of(planned[1])
             if num_bytes + taken > buffer_bytes:
-                planned[0].finish(planned[1], 0, False)
+                planned[0].complete(planned[1], 0, False)
                 self.offer(key)
                 break
             found.append(planned)
@@ -269,7 +269,7 @@ class DiskWrites:
         numbers = {kind: self._numbers_of(kind, [move for _, move in found]) for kind in self._keepers}
         return _Batch(found, numbers, due, num_bytes, found[0][0].upper is self._sources[0].tier)
 
-    def _plan(self, key: RadixKey, num_pages: int, only: Moves | None = None) -> tuple[Moves, Move] | None:
+    def _plan(self, key: RadixKey, num_pages: int, only: Writes | None = None) -> tuple[Writes, Move] | None:
         """Begin to write a due prefix from the tier that has most of it.
 
         Args:
@@ -291,24 +291,24 @@ class DiskWrites:
             num_pages = min(num_pages, max(1, lower.free_slots // self._page))
         refused = moves.counts.writes_refused
         others = [other for other in self._all_moves if other is not moves]
-        move = moves.plan_write(node, min(num_pages, moves.batch_pages), others)
+        move = moves.prepare_prefix(node, min(num_pages, moves.batch_pages), others)
         if move is not None:
             return moves, move
         if moves.counts.writes_refused > refused:
             self.counts.no_room += 1
-        elif any(not flying.is_load for other in self._all_moves for flying in other.in_flight):
+        elif any(other.in_flight for other in self._all_moves):
             self._blocked.append(key)
         return None
 
-    def _coldest(self, buffer_bytes: int) -> tuple[list[tuple[Moves, Move]], int]:
+    def _coldest(self, buffer_bytes: int) -> tuple[list[tuple[Writes, Move]], int]:
         """Begin to write the KV that the last tier in memory would drop next."""
-        moves, found, num_bytes = self._all_moves[-1], list[tuple[Moves, Move]](), 0
-        plan = moves.plan_demotion(self._reserve)
+        moves, found, num_bytes = self._all_moves[-1], list[tuple[Writes, Move]](), 0
+        plan = moves.prepare(self._reserve)
         self.is_ahead = plan.is_ahead
         for move in plan.moves:
             taken = self._bytes_of(move)
             if num_bytes + taken > buffer_bytes:
-                moves.finish(move, 0, False)
+                moves.complete(move, 0, False)
                 continue
             found.append((moves, move))
             num_bytes += taken
@@ -356,7 +356,8 @@ class DiskWrites:
         first, stop = move.first // page, move.stop // page
         live_from = stop - len(move.target_windows)
         above = max(0, min(first, live_from, stop - 1) - 1)  # The parent of the first page is needed, too.
-        hashes = path_hashes(move.source.node, page, above, stop)
+        assert move.node is not None, "a load is not written"
+        hashes = path_hashes(move.node, page, above, stop)
         digests = dict(enumerate(map(bytes.fromhex, hashes), start=above))
         key, unit = move.key, move.key.unit * page
         for place, start in enumerate(move.target_starts.tolist(), start=first):
@@ -378,7 +379,7 @@ class DiskWrites:
     def _end_gathering(self, batch: _Batch) -> None:
         """Unlock the pages of a batch: they are in a buffer, or will not be copied."""
         for moves, move in batch.moves:
-            moves.let_go(move)
+            moves.release_source(move)
         batch.reads_pool = False
         if not self.lock_pool:
             waiting, self._after_writes = self._after_writes, []
@@ -398,7 +399,7 @@ class DiskWrites:
             is_done = not move.is_retired and all(
                 there[kind].issuperset(self._numbers_of(kind, (move,))) for kind in self._keepers
             )
-            moves.finish(move, move.num_pages if is_done else 0, is_done)
+            moves.complete(move, move.num_pages if is_done else 0, is_done)
         is_there = bool(written.rows)
         self.counts.num_writes += is_there
         self.counts.num_bytes += batch.num_bytes * is_there

@@ -10,19 +10,19 @@ from time import monotonic
 
 from raydix.actors.tiers.copier import Copied, Copier, Copy
 from raydix.actors.tiers.move_batch import MoveBatch
-from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.loads import Filled, Loads
+from raydix.cache_core.tiers.look_up import LookUp
 from raydix.cache_core.tiers.move import Move
-from raydix.cache_core.tiers.moves import Finished, Moves
 
 logger = logging.getLogger(__name__)
 
-STALL_S = 30.0  # for which nothing is loaded after a chunk that did not come back
-GRACE_S = 0.25  # for which the last chunk of a late load is waited for
+STALL_S = 30.0  # pause of loads after a chunk that did not come back
+GRACE_S = 0.25  # grace for the last chunk of a late load
 _PREFETCH_SHARE = 0.25  # share of the pool that prefetches in flight may take
 
 # Ends the only move of a batch; returns its result, and whether all of it was copied.
-Finish = Callable[[MoveBatch, Copied], tuple[Finished, bool]]
+Finish = Callable[[MoveBatch, Copied], tuple[Filled, bool]]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class _Load:
 
 
 class TierLoads:
-    """The loads from one tier to the pool. A cache without tensors loads in the call that asks.
+    """The loads from one tier to the pool.
 
     A load that is late ends behind its chunk, with the pages that were copied. A tier that may stall does not wait
     for that chunk longer than 0.25 s, and for a chunk of a prefetch no longer than the tier's time limit: then nothing
@@ -45,7 +45,7 @@ class TierLoads:
     Prefetches use the last copier alone, and give way there to loads that requests wait for.
 
     Args:
-        moves: between the pool and the tier.
+        moves: the loads from the tier, without copies.
         timeout_s: time limit of a load of which the request has none, and of each chunk of a prefetch; 0: nothing is
             loaded for them.
         finish: ends a move that was copied.
@@ -62,7 +62,7 @@ class TierLoads:
 
     def __init__(
         self,
-        moves: Moves,
+        moves: Loads,
         timeout_s: float,
         finish: Finish,
         on_end: Callable[[], object],
@@ -84,10 +84,9 @@ class TierLoads:
         self._copiers: Sequence[Copier] = ()
         self._rates: dict[Copier, float] = {}  # copier -> bytes a second of its recent loads
         self._token_bytes = 0.0
-        self._is_instant = False
         self._stalled_until = float("-inf")
         self._loads: dict[Move, _Load] = {}
-        self._owners: dict[Move, Callable[[Finished], object]] = {}
+        self._owners: dict[Move, Callable[[Filled], object]] = {}
         self._waiting: dict[Move, list[Callable[[bool], object]]] = {}
 
     def open(self, copiers: Sequence[Copier], token_bytes: float) -> None:
@@ -99,10 +98,6 @@ class TierLoads:
         """
         self._copiers, self._token_bytes = copiers, max(1.0, token_bytes)
 
-    def open_instant(self) -> None:
-        """Let loads end in the call that begins them: there are no tensors."""
-        self._is_instant = True
-
     @property
     def is_stalled(self) -> bool:
         """Whether nothing is loaded, as a chunk did not come back."""
@@ -110,16 +105,16 @@ class TierLoads:
 
     # ---------------------------------------------------------------- loads
 
-    def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float | None) -> Move | None:
+    def load(self, lease: LeaseRecord, look_up: LookUp, timeout_s: float | None) -> Move | None:
         """Begin to load the part of a new lease's prompt that the tier has and the lease lacks.
 
         Args:
-            limit: the lease reuses at most so many tokens.
+            look_up: of the lease's key, in this step.
             timeout_s: the load ends after this time, with the pages that were copied; 0: nothing is loaded; None: the
                 tier's own.
 
         Returns:
-            The move in flight, for `when_loaded`; None: there is nothing to load, or it was loaded in this call.
+            The move in flight, for `when_loaded`; None: there is nothing to load.
 
         Raises:
             OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
@@ -128,21 +123,21 @@ class TierLoads:
             timeout_s = self.timeout_s
         if not timeout_s or self.is_stalled or not self._is_ready():
             return None
-        if self.moves.lower.longest_prefix(lease.key) <= lease.prefix_len:
+        wanted = look_up.length(self.moves.source)
+        if wanted <= lease.prefix_len:
             return None
-        wanted = len(lease.key) if limit is None else min(limit, len(lease.key))
         in_time = wanted if not self._rates else self._in_time(lease.prefix_len, timeout_s)
-        move = self.moves.plan_load(lease, min(wanted, in_time))
+        move = self.moves.prepare(lease, look_up, in_time)
         if move is not None:
-            return move if self._begin(move, timeout_s) else None
-        if in_time < wanted and not self._loads:
+            self._begin(move, timeout_s)
+        elif in_time < wanted and not self._loads:
             self._rates.clear()  # Rates that allow no load would never be measured again.
-        return None
+        return move
 
     def _in_time(self, prefix_len: int, timeout_s: float) -> int:
         """Return how long a prefix may be so that its load ends in time, at the rate of recent loads."""
         queued = self._quietest().bytes_ahead() if self._loads else 0
-        page = self.moves.upper.cache.page_size
+        page = self.moves.pool.page_size
         num_bytes = max(0.0, timeout_s * min(self._rates.values()) - queued)
         return prefix_len + int(num_bytes / self._token_bytes) // page * page
 
@@ -151,15 +146,12 @@ class TierLoads:
             return self._copiers[0]
         return min(self._copiers, key=lambda copier: copier.bytes_ahead())
 
-    def _begin(self, move: Move, timeout_s: float | None) -> bool:
-        """Begin to copy a load; return False if it has ended already.
+    def _begin(self, move: Move, timeout_s: float | None) -> None:
+        """Begin to copy a load.
 
         Args:
             timeout_s: None: it is a prefetch.
         """
-        if self._is_instant:
-            self.moves.finish(move, move.num_pages)
-            return False
         is_prefetch, batch = timeout_s is None, MoveBatch((move,))
         copier = self._copiers[-1] if is_prefetch else self._quietest()
 
@@ -173,9 +165,8 @@ class TierLoads:
                 (self.timeout_s, self._watch) if timeout_s is None else (timeout_s + GRACE_S, self._end_late)
             )
             load.timer = asyncio.get_running_loop().call_later(wait_s, check, move)
-        return True
 
-    def when_loaded(self, move: Move, on_end: Callable[[Finished], object]) -> None:
+    def when_loaded(self, move: Move, on_end: Callable[[Filled], object]) -> None:
         """Call `on_end` on the loop when the load of a lease has ended."""
         self._owners[move] = on_end
 
@@ -184,18 +175,14 @@ class TierLoads:
         """Whether loads are in flight."""
         return bool(self._loads)
 
-    def is_in_flight(self, move: Move) -> bool:
-        """Return whether a load has not ended."""
-        return move in self._loads
-
-    def running_load(self, key: RadixKey, limit: int | None) -> Move | None:
+    def running_load(self, look_up: LookUp) -> Move | None:
         """Return the load in flight that brings the next page of a request's key; None if there is none.
 
         A load that was given up, or of a stalled tier, may never end: no request may wait for it.
         """
         if not self._loads or self.is_stalled:
             return None
-        move = self.moves.running_load(key, limit)
+        move = self.moves.running(look_up)
         return None if move is None or self._loads[move].is_given_up else move
 
     def wait_for(self, move: Move, resume: Callable[[bool], object]) -> None:
@@ -206,17 +193,17 @@ class TierLoads:
         """Let a load give way to no other one any more, as a request waits for it."""
         self._loads[move].copy.is_awaited = True
 
-    def prefetch(self, key: RadixKey) -> Move | None:
+    def prefetch(self, look_up: LookUp) -> Move | None:
         """Begin to load the prefix of a key for no lease, and return the move.
 
         None: there is nothing to load, or no room, or requests wait for room, or the time limit of the tier is 0.
         """
         if not self.timeout_s or self.is_stalled or not self._is_ready() or not self._may_prefetch():
             return None
-        upper = self.moves.upper
+        pool = self.moves.pool
         in_flight = sum(move.num_tokens for move in self._loads if move not in self._owners)
-        room = max(0, int(_PREFETCH_SHARE * upper.cache.num_slots) - in_flight)
-        move = self.moves.plan_prefetch(key, upper.longest_prefix(key) + room)
+        room = max(0, int(_PREFETCH_SHARE * pool.cache.num_slots) - in_flight)
+        move = self.moves.prepare_prefetch(look_up, look_up.length(pool) + room)
         if move is not None:
             self._begin(move, None)
         return move
@@ -237,7 +224,7 @@ class TierLoads:
         self._answer(move, finished, is_whole)
         self._on_end()
 
-    def _answer(self, move: Move, finished: Finished, is_whole: bool) -> None:
+    def _answer(self, move: Move, finished: Filled, is_whole: bool) -> None:
         """Call back the owner of a load, then the requests that wait for it."""
         if (owner := self._owners.pop(move, None)) is not None:
             owner(finished)
@@ -286,13 +273,13 @@ class TierLoads:
         if load.timer is not None:
             load.timer.cancel()
         is_wanted = bool(move.target.filling_for)
-        self.moves.give_up(move)
-        self._answer(move, Finished(0, None, is_wanted), False)
+        self.moves.abandon(move)
+        self._answer(move, Filled(0, None, is_wanted), False)
 
     @property
     def name(self) -> str:
         """The tier's name."""
-        return self.moves.lower.name
+        return self.moves.source.name
 
     # ---------------------------------------------------------------- the end
 
@@ -309,12 +296,12 @@ class TierLoads:
         """
         self._waiting.clear()
         self._owners.clear()
-        upper = self.moves.upper.cache
+        pool = self.moves.pool.cache
         for move, load in self._loads.items():
             if load.timer is not None:
                 load.timer.cancel()
             if session_id := move.target.filling_for:
-                upper.release(move.target.lease_id, session_id)
+                pool.release(move.target.lease_id, session_id)
         for copier in self._copiers:
             copier.stop_all(timeout_s)
         for move, load in list(self._loads.items()):

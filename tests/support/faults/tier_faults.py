@@ -17,15 +17,16 @@ from raydix.actors.tiers.disk_index import DiskIndex
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import DiskWriter, Done, Write, Written, _Threads
 from raydix.actors.tiers.disk_writes import DiskWrites
-from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.actors.tiers.space_bindings import SpaceBindings
+from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import TIERS
 from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.tiers.disk_spaces import DiskSpaces
-from raydix.cache_core.tiers.moves import Moves
+from raydix.cache_core.tiers.loads import Loads
 from raydix.cache_core.tiers.record_keeper import RecordKeeper
 from raydix.cache_core.tiers.use_counter import UseCounter
+from raydix.cache_core.tiers.writes import Writes
 
 FAULTS_OF_MOVES = Catalogue()
 fault = FAULTS_OF_MOVES.register
@@ -33,7 +34,8 @@ fault = FAULTS_OF_MOVES.register
 
 @fault
 def pages_are_published_before_their_copy_has_ended(patch: Patch) -> None:
-    around(patch, Moves, "finish", lambda finish, self, move, num_pages, is_whole=None: finish(self, move, 10**6))
+    for moves in (Loads, Writes):
+        around(patch, moves, "complete", lambda complete, self, move, num, is_whole=None: complete(self, move, 10**6))
 
 
 @fault
@@ -61,20 +63,21 @@ def the_lock_at_the_source_is_forgotten(patch: Patch) -> None:
 
 @fault
 def the_lower_tier_is_not_retired(patch: Patch) -> None:
-    def init(original: Any, self: Moves, *arguments: Any, **options: Any) -> None:
+    def init(original: Any, self: Writes, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options)
         self.upper.cache.below = None
 
-    around(patch, Moves, "__init__", init)
+    around(patch, Writes, "__init__", init)
 
 
 @fault
 def a_lease_is_handed_out_after_a_retirement_in_the_middle_of_its_load(patch: Patch) -> None:
-    def finish(original: Any, self: Moves, move: Any, num_pages: int, is_whole: bool | None = None) -> Any:
+    def complete(original: Any, self: Any, move: Any, num_pages: int, is_whole: bool | None = None) -> Any:
         move.source.retired = move.target.retired = False
         return original(self, move, num_pages, is_whole)
 
-    around(patch, Moves, "finish", finish)
+    for moves in (Loads, Writes):
+        around(patch, moves, "complete", complete)
 
 
 @fault
@@ -235,16 +238,16 @@ def a_use_counts_twice_for_its_request(patch: Patch) -> None:
 
 @late_disk_fault
 def two_tiers_load_one_page(patch: Patch) -> None:
-    patch.setattr(Moves, "others", property(lambda self: (), lambda self, others: None), raising=False)
+    patch.setattr(Loads, "others", property(lambda self: (), lambda self, others: None), raising=False)
 
 
 @late_disk_fault
 def those_that_wait_for_a_load_of_the_disk_are_not_told_of_its_end(patch: Patch) -> None:
-    def wait_for(original: Any, self: LowerTiers, load: Any, resume: Any) -> None:
-        if not self._is_of_disk(load):
+    def wait_for(original: Any, self: TierLoads, load: Any, resume: Any) -> None:
+        if self.name != "disk":
             original(self, load, resume)
 
-    around(patch, LowerTiers, "wait_for", wait_for)
+    around(patch, TierLoads, "wait_for", wait_for)
 
 
 @late_disk_fault
@@ -259,4 +262,4 @@ def a_write_that_was_cancelled_is_forgotten(patch: Patch) -> None:
 
 @late_disk_fault
 def a_late_load_keeps_the_lease_of_its_request(patch: Patch) -> None:
-    patch.setattr(Moves, "give_up", lambda self, move: None)
+    patch.setattr(Loads, "abandon", lambda self, move: None)

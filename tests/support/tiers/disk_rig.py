@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.tiers.faulty_files import FaultyFileCalls
+from support.tiers.two_tiers import Moves
 
 from raydix.actors.service.core_factory import build_core, build_disk_cache
 from raydix.actors.tiers.disk_store import DiskStore
@@ -24,7 +25,9 @@ from raydix.cache_core import KVCache, RadixKey, RecordLayout, RecordPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.disk_spaces import Models
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
-from raydix.cache_core.tiers.moves import Finished, Moves, check_all
+from raydix.cache_core.tiers.loads import Filled
+from raydix.cache_core.tiers.look_up import LookUp
+from raydix.cache_core.tiers.moves import check_all
 from raydix.cache_core.tiers.page_records import PageRecords
 from raydix.cache_core.tiers.record_keeper import _DORMANT, _WITH_ROW
 from raydix.cache_core.tiers.tier import Tier
@@ -143,8 +146,9 @@ class DiskRig:
 
     def check(self) -> None:
         """Check the rules of all caches and of the records."""
-        all_moves = [*self.disk.all_moves, *([] if self.host_moves is None else [self.host_moves])]
-        check_all(all_moves)
+        of_host = [] if self.host_moves is None else [self.host_moves]
+        all_loads = [self.disk.loads.moves, *(moves.loads for moves in of_host)]
+        check_all(all_loads, [*self.disk.all_writes, *(moves.writes for moves in of_host)])
         self.disk.check_invariants()
 
     def retire(self, weights: str, *namespaces: str | None) -> None:
@@ -238,7 +242,7 @@ class DiskRig:
 
     async def load(
         self, tokens: list[int], namespace: str | None = None, timeout_s: float = WAIT_S
-    ) -> tuple[int, Finished | None]:
+    ) -> tuple[int, Filled | None]:
         """Acquire a prompt, load it from the disk, and release it.
 
         Returns:
@@ -246,9 +250,9 @@ class DiskRig:
         """
         key, lease_id, finished = RadixKey(tokens, namespace), self._lease_id(), None
         lease = self.core.acquire(lease_id, "s", key)
-        move = self.disk.loads.load(lease, None, timeout_s)
+        move = self.disk.loads.load(lease, LookUp(key), timeout_s)
         if move is not None:
-            done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+            done: asyncio.Future[Filled] = asyncio.get_running_loop().create_future()
             self.disk.loads.when_loaded(move, done.set_result)
             self.check()
             async with asyncio.timeout(WAIT_S):

@@ -147,7 +147,7 @@ class DiskService(TieredService):
         await self.turn(3)
         for copies in self.disk.readers._copies:
             copies.close()  # ends the thread, which would last until the garbage collector finds the service
-        if self.service.tiers is not None:
+        if self.service.host is not None:
             self.tiers.close()
 
     def check_end(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.tiers.two_tiers import Moves
 
 from raydix.actors.tiers.copier import Copied, Copier
 from raydix.actors.tiers.disk_copies import DiskCopies
@@ -21,7 +22,6 @@ from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.cache_core import KVCache, RadixCache, RadixKey, RecordLayout, RecordPool, TokenToKVPoolAllocator
 from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.record_keeper import RecordKeeper
 from raydix.cache_core.tiers.row_runs import RowRuns
 from raydix.cache_core.tiers.tier import Tier
@@ -144,7 +144,7 @@ class SmallDisk:
         """Write the pages of a cached prompt to the disk; None: they are there, or there is no room."""
         key, space = RadixKey(tokens), self.spaces.current(None)
         node, _ = self.cache.radix.locate(key, len(tokens))
-        move = self.moves.plan_write(node, 16)
+        move = self.moves.writes.prepare_prefix(node, 16)
         if move is None or space is None:
             return None
         hashes = [bytes.fromhex(name) for above in self._path(node) for name in chain_hashes(above, PAGE)]
@@ -157,12 +157,12 @@ class SmallDisk:
         self.keeper.add_rows(numbers, space.number)
         written: asyncio.Future[Written] = asyncio.get_running_loop().create_future()
         records = {"full": Records(move.source_starts, rows)}
-        self.writer.write(records, lambda: self.moves.let_go(move), written.set_result)  # type: ignore[arg-type]
+        self.writer.write(records, lambda: self.moves.writes.release_source(move), written.set_result)  # type: ignore[arg-type]
         async with asyncio.timeout(60):
             result = await written
         if len(result.rows) < len(rows):
             self.keeper.rows_refused(numbers)
-        self.moves.finish(move, len(result.rows) if len(result.rows) == len(rows) else 0)
+        self.moves.complete(move, len(result.rows) if len(result.rows) == len(rows) else 0)
         self.check()
         return result
 
@@ -177,7 +177,7 @@ class SmallDisk:
         """Load a prompt from the disk for a lease; return the length of its prefix, of which the KV is right."""
         key = RadixKey(tokens)
         lease = self.cache.acquire("loading", "s", key)
-        move, copied = self.moves.plan_load(lease), None
+        move, copied = self.moves.prepare_load(lease), None
         if move is not None:
             done: asyncio.Future[Copied] = asyncio.get_running_loop().create_future()
             batch = MoveBatch((move,))
@@ -185,7 +185,7 @@ class SmallDisk:
             async with asyncio.timeout(60):
                 copied = await done
             ((_, num_pages, is_whole),) = batch.results(copied)
-            self.moves.finish(move, num_pages, is_whole)
+            self.moves.complete(move, num_pages, is_whole)
             for _, number in self.store.take_damaged():
                 place = int(np.flatnonzero(move.source_starts // PAGE == number)[0])
                 self.disk.drop_page(move.key, move.first + place * PAGE)

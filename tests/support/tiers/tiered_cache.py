@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from support.tiers.two_tiers import Moves
+
+from raydix.actors.replay.instant_tiers import VictimWrites, holding
 from raydix.cache_core.base_prefix_cache import BasePrefixCache
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tree.radix_key import RadixKey
 
@@ -33,7 +35,7 @@ class TieredCache(KVCache):
     ) -> None:
         super().__init__(tree, allocator, **options)
         self.moves = Moves(Tier("device", "GPU", self), lower)
-        self.watch_victims(self.moves.write_before_eviction)
+        self.watch_victims(VictimWrites(self.moves.writes))
 
     def acquire(
         self,
@@ -48,7 +50,7 @@ class TieredCache(KVCache):
         """Open a lease with the prefix of either tier."""
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        with self.moves.holding(key, max_prefix_len):
+        with holding(self.moves.lower.cache, key, max_prefix_len):
             lease = super().acquire(lease_id, session_id, key, new_tokens, max_prefix_len, *options, **more)
             self._load(lease, max_prefix_len)
         return lease
@@ -57,13 +59,13 @@ class TieredCache(KVCache):
         """Lock the prefix of a key that either tier has; that of this tier if there is no room for a load."""
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        with self.moves.holding(key):
+        with holding(self.moves.lower.cache, key):
             lease = super().lock(lease_id, session_id, key, priority)
             with suppress(OutOfSlotsError):
                 self._load(lease, None)
         return lease
 
     def _load(self, lease: LeaseRecord, limit: int | None) -> None:
-        move = self.moves.plan_load(lease, limit)
+        move = self.moves.prepare_load(lease, limit)
         if move is not None:
-            self.moves.finish(move, move.num_pages)
+            self.moves.complete(move, move.num_pages)

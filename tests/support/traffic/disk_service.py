@@ -283,8 +283,8 @@ class DiskServiceTraffic(ServiceTraffic):
         """Count what a life has done."""
         stats = self.cache.disk.stats()
         self.done["damaged"] += stats.num_damaged
-        self.done["written to the disk"] += stats.moves.written
-        self.done["loaded from the disk"] += stats.moves.loaded
+        self.done["written to the disk"] += sum(writes.counts.written for writes in self.cache.disk.all_writes)
+        self.done["loaded from the disk"] += self.cache.disk.loads.moves.counts.loaded
 
     def end_copies(self) -> None:
         super().end_copies()

@@ -71,7 +71,7 @@ async def test_a_retirement_at_each_point_of_a_write(
         before = planted.counts[name]
         for _ in range(2):
             rig.request(PROMPTS[1])
-        while not rig.disk.all_moves[0].in_flight:  # noqa: ASYNC110 -- each step of the loop counts
+        while not rig.disk.all_writes[0].in_flight:  # noqa: ASYNC110 -- each step of the loop counts
             await asyncio.sleep(0)
         while planted.counts[name] == before:  # the loop does not run meanwhile
             time.sleep(0.0005)  # noqa: ASYNC251

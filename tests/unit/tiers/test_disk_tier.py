@@ -41,7 +41,8 @@ async def test_a_page_is_written_at_its_second_use_and_loaded_when_it_has_left_t
         stats = rig.disk.stats()
         assert (stats.state, stats.cached, stats.num_damaged) == ("ready", 16 * PAGE, 0)
         assert stats.writes.num_bytes == 16 * BLOCK
-        assert stats.moves.written == 16 * PAGE and stats.moves.loaded == 16 * PAGE
+        written, loaded = rig.disk.all_writes[0].counts.written, rig.disk.loads.moves.counts.loaded
+        assert written == loaded == 16 * PAGE
 
 
 async def test_nothing_is_locked_by_a_disk_that_does_not_take_a_write(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ async def test_nothing_is_locked_by_a_disk_that_does_not_take_a_write(tmp_path: 
         go_on = calls.stall("pwritev")
         rig.request([1] * 16)
         rig.request([1] * 16)
-        await rig.wait(lambda: bool(rig.disk.all_moves[0].in_flight) and not rig.disk.writes.lock_pool)
+        await rig.wait(lambda: bool(rig.disk.all_writes[0].in_flight) and not rig.disk.writes.lock_pool)
 
         assert rig.core.evict(10**6) == 16, "the pages are in the writer's buffer"
         rig.check()
@@ -72,7 +73,7 @@ async def test_a_page_that_has_left_the_pool_is_written_from_the_host(tmp_path: 
         rig.disk.wake()
         await rig.settle()
 
-        assert rig.disk.all_moves[1].counts.written == 16 and rig.disk.all_moves[0].counts.written == 0
+        assert rig.disk.all_writes[1].counts.written == 16 and rig.disk.all_writes[0].counts.written == 0
         assert await rig.lengths([1] * 16) == [16]
 
 
@@ -208,14 +209,14 @@ async def test_a_slice_looks_up_few_prefixes_and_evicts_few_pages(
 
         assert sum(looked_up) >= 150 and max(looked_up) <= 16
         assert sum(evicted) >= 20 * PAGE and max(evicted) <= 2 * PAGE
-        assert rig.disk.stats().writes.due_gone == 100 and rig.disk.all_moves[0].counts.written >= 50 * PAGE
+        assert rig.disk.stats().writes.due_gone == 100 and rig.disk.all_writes[0].counts.written >= 50 * PAGE
 
 
 async def test_a_write_waits_for_the_records_that_will_be_free(tmp_path: Path) -> None:
     async with opened_rig(tmp_path, disk_pages=8) as rig:
         await rig.twice(*([number] * 12 for number in range(20)))
 
-        assert rig.disk.stats().writes.no_room == 0 and rig.disk.all_moves[0].counts.written == 20 * 12
+        assert rig.disk.stats().writes.no_room == 0 and rig.disk.all_writes[0].counts.written == 20 * 12
 
 
 async def test_a_write_that_fails_is_counted_and_its_records_are_free_again(tmp_path: Path) -> None:
@@ -562,7 +563,7 @@ async def test_a_disk_that_does_not_answer_costs_its_deadline_and_is_left_alone_
         await rig.wait(deletion.done)
         rig.check()
         go_on()
-        await rig.wait(lambda: not rig.disk.all_moves[0].in_flight)
+        await rig.wait(lambda: not (rig.disk.loads.moves.in_flight or rig.disk.all_writes[0].in_flight))
         rig.check()
         assert rig.core.free_slots == 64 * PAGE, "the pages of the late load are free again"
         now[0] += tier_loads.STALL_S
@@ -579,10 +580,10 @@ async def test_a_late_load_goes_on_without_its_request(tmp_path: Path, monkeypat
         _, finished = await rig.load([1] * 16, timeout_s=0.01)
         assert finished is not None and finished.must_restart
         go_on()
-        await rig.wait(lambda: not rig.disk.all_moves[0].in_flight)
+        await rig.wait(lambda: not (rig.disk.loads.moves.in_flight or rig.disk.all_writes[0].in_flight))
 
         assert rig.core.match(RadixKey([1] * 16)).prefix_len == 16
-        assert rig.disk.stats().moves.loaded_unused == 16
+        assert rig.disk.loads.moves.counts.loaded_unused == 16
         rig.check()
 
 
@@ -646,35 +647,6 @@ async def test_closing_waits_no_longer_than_asked_for_a_disk_that_does_not_answe
     loading.cancel()
     await asyncio.sleep(0.05)
     assert rig.disk.state == "closed"
-
-
-# ---------------------------------------------------------------- without tensors
-
-
-async def test_a_cache_without_tensors_writes_and_loads_in_the_call(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path, has_tensors=False)
-
-    rig.request([1] * 16)
-    assert rig.cache.total_size() == 0
-    rig.request([1] * 16)
-    assert rig.cache.total_size() == 16
-    rig.core.evict(10**6)
-    assert await rig.load([1] * 16) == (16, None)
-    rig.core.reset()
-    assert rig.disk.deletions.future() is None and rig.cache.match(RadixKey([1] * 16)).prefix_len == 0
-    rig.request([1] * 16)
-    assert rig.cache.match(RadixKey([1] * 16)).prefix_len == 0, "the uses before are forgotten"
-    assert not os.listdir(tmp_path)
-    rig.check()
-
-
-async def test_a_cache_without_tensors_writes_all_that_it_evicts(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path, has_tensors=False, admit="all")
-    rig.request([1] * 16)
-    rig.core.evict(10**6)
-
-    assert await rig.load([1] * 16) == (16, None)
-    rig.check()
 
 
 def test_the_format_of_records_does_not_depend_on_the_sizes_of_tiers(tmp_path: Path) -> None:
