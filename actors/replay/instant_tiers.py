@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from raydix.cache_core import KVCache, OutOfSlotsError, RadixCache, RadixKey, TokenToKVPoolAllocator
@@ -37,15 +36,8 @@ class Moved(NamedTuple):
     dropped: int
 
 
-class _Tier(NamedTuple):
-    """The loads from a tier, and the writes to it."""
-
-    loads: Loads
-    writes: Sequence[Writes]
-
-
 class InstantTiers:
-    """A host tier, a disk tier or both below an index-only cache.
+    """A host tier, a disk tier or both below an index-only cache without windows and states.
 
     A node is written to the tier below just before it is evicted. A disk with `admit="second_use"` gets a prefix when
     it is used for the second time. A lease is filled in the call that opens it.
@@ -57,37 +49,42 @@ class InstantTiers:
 
     def __init__(self, core: KVCache, tiers: TierConfigs) -> None:
         self._core = core
-        self._tiers: dict[str, _Tier] = {}
-        device = Tier(DEVICE, "GPU", core)
-        sources = [device]
+        self._loads: dict[str, Loads] = {}
+        self._writes: dict[str, list[Writes]] = {}
+        self._tiers = [Tier(DEVICE, "GPU", core)]
         if tiers.host is not None:
-            host = Tier("host", "CPU", _make_cache(core, tiers.host.num_slots, tiers.host.policy))
-            writes = Writes(device, host)
-            core.watch_victims(VictimWrites(writes))
-            self._tiers[host.name] = _Tier(Loads(host, device), [writes])
-            sources.append(host)
+            self._add("host", "CPU", tiers.host.num_slots, tiers.host.policy, writes_victims=True)
         if tiers.disk is not None:
             assert tiers.disk.num_slots is not None, "a disk without KV has no bytes"
-            disk = Tier("disk", "STORAGE", _make_cache(core, tiers.disk.num_slots, "lru"))
-            to_disk = [Writes(source, disk, are_neighbours=source is sources[-1]) for source in sources]
-            for writes in to_disk:
+            self._add("disk", "STORAGE", tiers.disk.num_slots, "lru", writes_victims=tiers.disk.admit == "all")
+            for writes in self._writes["disk"]:
                 writes.batch_pages = min(writes.batch_pages, _MOST_PAGES)
-            self._tiers[disk.name] = _Tier(Loads(disk, device), to_disk)
-            if tiers.disk.admit == "all":
-                sources[-1].cache.watch_victims(VictimWrites(to_disk[-1]))
-            else:
-                num_slots = sum(tier.cache.num_slots for tier in (*sources, disk))
-                core.observers.append(UseCounter(core, SecondUse(num_slots // core.page_size), None, self._write))
+
+    def _add(self, name: str, medium: str, num_slots: int, policy: str, *, writes_victims: bool) -> None:
+        """Add the next lower tier; if it does not get what the tier above evicts, it gets what is used twice."""
+        core, above = self._core, self._tiers[-1]
+        allocator = TokenToKVPoolAllocator(num_slots, core.page_size)
+        tree = RadixCache(core.page_size, None, allocator, eviction_policy=policy)
+        tier = Tier(name, medium, KVCache(tree, allocator))
+        self._loads[name] = Loads(tier, self._tiers[0])
+        self._writes[name] = [Writes(source, tier, are_neighbours=source is above) for source in self._tiers]
+        self._tiers.append(tier)
+        if writes_victims:
+            above.cache.watch_victims(partial(_write_victim, self._writes[name][-1]))
+        else:
+            num_pages = sum(tier.cache.num_slots for tier in self._tiers) // core.page_size
+            core.observers.append(UseCounter(core, SecondUse(num_pages), None, partial(self._write_prefix, name)))
 
     def moved(self) -> dict[str, Moved]:
         """Return the tokens that were moved from and to each tier, by its name."""
+        counts = {name: [writes.counts for writes in some] for name, some in self._writes.items()}
         return {
             name: Moved(
-                tier.loads.counts.loaded,
-                sum(writes.counts.written for writes in tier.writes),
-                sum(writes.counts.dropped for writes in tier.writes),
+                loads.counts.loaded,
+                sum(count.written for count in counts[name]),
+                sum(count.dropped for count in counts[name]),
             )
-            for name, tier in self._tiers.items()
+            for name, loads in self._loads.items()
         }
 
     def acquire(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:
@@ -96,92 +93,48 @@ class InstantTiers:
         Raises:
             OutOfSlotsError: too few slots are free or evictable.
         """
-        with ExitStack() as held:
-            for tier in self._tiers.values():
-                held.enter_context(holding(tier.writes[0].lower.cache, key))
+        look_up, held = LookUp(key), list[tuple[KVCache, LeaseRecord]]()
+        for tier in self._tiers[1:]:
+            # The lease evicts nodes, and so do their writes: they may not evict the prefix that is about to be loaded.
+            if stop := look_up.length(tier):
+                held.append((tier.cache, tier.cache.open_target(key[:stop], stop)))
+        try:
             lease = self._core.acquire(lease_id, session_id, key)
-            for tier in self._tiers.values():
-                if (load := tier.loads.prepare(lease, LookUp(key))) is not None:
-                    tier.loads.complete(load, load.num_pages)
+            for loads in self._loads.values():
+                if (load := loads.prepare(lease, look_up)) is not None:
+                    loads.complete(load, load.num_pages)
+        finally:
+            for cache, target in held:
+                cache.end_quietly(target)
         return lease
 
-    def _write(self, key: RadixKey) -> None:
-        """Write a prefix to the disk, in parts, from the tier that has most of it."""
-        to_disk, stop = self._tiers["disk"].writes, 0
+    def _write_prefix(self, name: str, key: RadixKey) -> None:
+        """Write a prefix to a tier, in parts, from the tier that has most of it."""
+        stop = 0
         while stop < len(key):
-            lengths = [writes.upper.cache.radix.cached_lens(key)[0] for writes in to_disk]
+            lengths = [writes.upper.cache.radix.cached_lens(key)[0] for writes in self._writes[name]]
             longest = max(lengths)
-            if to_disk[0].lower.cache.radix.cached_lens(key)[0] >= min(longest, len(key)):
+            writes = self._writes[name][lengths.index(longest)]
+            if writes.lower.longest_prefix(key) >= longest:
                 return
-            writes = to_disk[lengths.index(longest)]
-            move = writes.prepare_prefix(writes.upper.cache.radix.locate(key, longest)[0], writes.batch_pages)
-            if move is None:
+            node, _ = writes.upper.cache.radix.locate(key, longest)
+            if (move := writes.prepare_prefix(node, writes.batch_pages)) is None:
                 return
             writes.complete(move, move.num_pages)
             stop = move.stop
 
 
-class VictimWrites:
-    """Writes each node of a tier to the one below just before it is evicted: see `KVCache.watch_victims`.
+def _write_victim(writes: Writes, node: TreeNode, component: Component | None = None) -> None:
+    """Write what the tier below lacks of a node's path, in parts: see `KVCache.watch_victims`.
 
-    Args:
-        writes: between the two tiers.
+    The node has left the queue of candidates already, so that it cannot be locked. What has no room is counted.
     """
-
-    def __init__(self, writes: Writes) -> None:
-        self._writes = writes
-
-    def __call__(self, node: TreeNode, component: Component | None = None) -> None:
-        """Write what the lower tier lacks of a node's path; count what it has no room for."""
-        ends = self._writes.ends_of(node, component)
-        self._writes.count_lost(node, [end for end in ends if not self._write(end)])
-
-    def _write(self, end: TreeNode) -> bool:
-        """Write what the lower tier lacks of a path, in parts; return False if that has no room.
-
-        The node has left the queue of candidates already, so that it cannot be locked.
-        """
-        writes = self._writes
-        upper, lower = writes.upper.cache, writes.lower.cache
-        while (found := writes.missing(end)) is not None:
-            stop = writes.stop_within(found, writes.batch_pages)
-            is_whole = stop == found.node.end
-            state = upper.tree.state_at(found.node) if is_whole else None
-            key = found.path.key[:stop]
-            try:
-                target = lower.open_target(key, found.first, state is not None, found.live_from)
-            except OutOfSlotsError:
-                writes.counts.writes_refused += 1
-                return False
-            writes.publish(target, key, found.live_from, is_whole)
-            if is_whole:
-                break
-        return True
-
-
-@contextmanager
-def holding(lower: KVCache, key: RadixKey, limit: int | None = None) -> Iterator[None]:
-    """Keep the prefix that a lower tier has of a request's key, while the request's lease is opened.
-
-    The lease may evict nodes of the tier above. These are written first, so the lower tier evicts, too: the prefix that
-    is about to be loaded may be its oldest. No use is noted.
-
-    Args:
-        limit: the request reuses at most so many tokens.
-    """
-    tree_key = lower.tree_key(key)
-    stop = lower.radix.cached_lens(tree_key[:limit])[0]
-    if not stop:
-        yield
-        return
-    held = lower.open_target(tree_key[:stop], stop)
-    try:
-        yield
-    finally:
-        lower.end_quietly(held)
-
-
-def _make_cache(core: KVCache, num_slots: int, policy: str) -> KVCache:
-    """Return the empty cache of a tier below a cache."""
-    allocator = TokenToKVPoolAllocator(num_slots, core.page_size)
-    return KVCache(RadixCache(core.page_size, None, allocator, eviction_policy=policy), allocator)
+    while (found := writes.missing(node)) is not None:
+        stop = writes.stop_within(found, writes.batch_pages)
+        key = found.path.key[:stop]
+        try:
+            target = writes.lower.cache.open_target(key, found.first)
+        except OutOfSlotsError:
+            writes.count_lost(node, [node])
+            return
+        writes.publish(target, key, stop, is_whole=False)

@@ -62,6 +62,7 @@ async def test_an_explanation_has_the_tokens_of_both_tiers() -> None:
         await publish(caches["a"], prompt(1, 2), prompt(1, 4))
         await evict(caches["a"], "device", 2 * STRIDE)  # the later part is on the host alone
         await publish(caches["b"], prompt(1, 3))
+        await tiers_settled(caches["b"])
         await caught_up(fleet, dict(caches))
 
         found = fleet.explain(prompt(1, 5))
@@ -76,7 +77,7 @@ async def test_an_explanation_has_the_tokens_of_both_tiers() -> None:
             ("c", 0, 0, 0, 5 * STRIDE, 2 * 5 * STRIDE),
         ]
         pages = {row.cache: (row.pages, row.host_pages) for row in fleet.stats().caches}
-        assert pages == {"a": (2, 4), "b": (3, 0), "c": (0, 0)}
+        assert pages == {"a": (2, 4), "b": (3, 3), "c": (0, 0)}
 
 
 @pytest.mark.parametrize(("share", "winner"), [(0.0, "a"), (0.74, "a"), (0.76, "b"), (1.0, "b")])
@@ -177,6 +178,7 @@ async def test_the_host_of_an_engine_is_the_least_of_its_ranks() -> None:
         for name, strides in (("e-tp0", 4), ("e-tp1", 3)):
             await publish(caches[name], prompt(1, strides))
         await evict(caches["e-tp0"], "device")
+        await tiers_settled(caches["e-tp1"])
         column = fleet.members.feeds["e-tp0"].columns["host"]
         await until(lambda: fleet.index.num_pages(column) == 4)
         await until(lambda: fleet.index.num_pages(fleet.members.feeds["e-tp0"].columns["device"]) == 0)

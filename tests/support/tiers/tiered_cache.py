@@ -7,7 +7,6 @@ from typing import Any
 
 from support.tiers.two_tiers import Moves
 
-from raydix.actors.replay.instant_tiers import VictimWrites, holding
 from raydix.cache_core.base_prefix_cache import BasePrefixCache
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.leases.kv_cache import KVCache
@@ -35,7 +34,7 @@ class TieredCache(KVCache):
     ) -> None:
         super().__init__(tree, allocator, **options)
         self.moves = Moves(Tier("device", "GPU", self), lower)
-        self.watch_victims(VictimWrites(self.moves.writes))
+        self.watch_victims(self.moves.write_before_eviction)
 
     def acquire(
         self,
@@ -50,7 +49,7 @@ class TieredCache(KVCache):
         """Open a lease with the prefix of either tier."""
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        with holding(self.moves.lower.cache, key, max_prefix_len):
+        with self.moves.holding(key, max_prefix_len):
             lease = super().acquire(lease_id, session_id, key, new_tokens, max_prefix_len, *options, **more)
             self._load(lease, max_prefix_len)
         return lease
@@ -59,7 +58,7 @@ class TieredCache(KVCache):
         """Lock the prefix of a key that either tier has; that of this tier if there is no room for a load."""
         if (open_lease := self.leases.find_unended(lease_id, session_id)) is not None:
             return open_lease
-        with holding(self.moves.lower.cache, key):
+        with self.moves.holding(key):
             lease = super().lock(lease_id, session_id, key, priority)
             with suppress(OutOfSlotsError):
                 self._load(lease, None)

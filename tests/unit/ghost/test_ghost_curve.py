@@ -9,7 +9,6 @@ from support.reference.ghost import ReferenceGhost
 from support.tiers.tiered_cache import TieredCache
 from support.tiers.two_tiers import Moves
 
-from raydix.actors.replay.instant_tiers import VictimWrites
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.ghost.curve import GhostCurve
 from raydix.cache_core.ghost.prefix_hashes import PrefixHasher
@@ -115,7 +114,7 @@ def test_a_tier_below_leaves_the_curve_as_it_was(max_pages: int) -> None:
 def test_a_request_that_begins_again_counts_once() -> None:
     upper, lower = cache_of(64), cache_of(128)
     moves = Moves(Tier("device", "GPU", upper), Tier("host", "CPU", lower))
-    upper.watch_victims(VictimWrites(moves.writes))
+    upper.watch_victims(moves.write_before_eviction)
     upper.observers.append(ghost := GhostCurve(PAGE, 1_024))
     request(upper, "first", [1] * 2 * PAGE)
     upper.evict(2 * PAGE)

@@ -9,7 +9,6 @@ from support.tiers.two_tiers import Moves
 from support.traffic import eviction_order
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.replay.instant_tiers import VictimWrites
 from raydix.cache_core import KVCache
 from raydix.cache_core.tiers.tier import Tier
 from raydix.schemas import CacheConfig, ExplainResponse
@@ -81,7 +80,7 @@ def test_a_part_that_was_not_written_was_dropped() -> None:
 
 def test_a_write_without_room_drops_the_node_that_is_evicted() -> None:
     cache, moves = tiers(host=2)
-    cache.watch_victims(VictimWrites(moves.writes))
+    cache.watch_victims(moves.write_before_eviction)
     moves.lower.cache.acquire("l", "s", key(*range(100, 104)))
     publish(cache, 1, 2, 3, 4)
 

@@ -10,7 +10,6 @@ from support.caches.small_kv_cache import NO_IDS, key, publish
 from support.tiers.two_tiers import Moves
 from support.traffic import eviction_order
 
-from raydix.actors.replay.instant_tiers import VictimWrites, holding
 from raydix.cache_core import (
     ExpiredLeaseError,
     KVCache,
@@ -739,12 +738,12 @@ def test_without_a_second_slot_a_loaded_state_is_not_published(pair: Pair) -> No
 def test_the_prefix_below_survives_the_evictions_of_its_own_request(pair: Pair) -> None:
     moves = pair(device=8, host=8)
     device = moves.upper.cache
-    device.watch_victims(VictimWrites(moves.writes))
+    device.watch_victims(moves.write_before_eviction)
     publish(device, 1, 2, 3, 4)
     publish(device, 5, 6, 7, 8, 9, 10)
     assert moves.lower.longest_prefix(key(1, 2, 3, 4)) == 4
 
-    with holding(moves.lower.cache, key(1, 2, 3, 4)):
+    with moves.holding(key(1, 2, 3, 4)):
         lease = device.acquire("l", "s", key(1, 2, 3, 4), new_tokens=4)
         move = moves.prepare_load(lease)
     assert move is not None and moves.complete(move, 2).lease is not None
