@@ -24,10 +24,6 @@ _KEPT = 0.9  # share of the sums of recent copies that is kept with each chunk
 class Copies(Protocol):
     """Copies pages between a pool and the tier below it, such as `PageCopies` and `DiskCopies`."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to copy."""
-
     def chunks(self, plan: CopyPlan, max_bytes: int = CHUNK_BYTES) -> list[Chunk]:
         """Return the parts in which a plan is copied."""
 
@@ -154,8 +150,6 @@ class Copier:
     the cap of writes. A copy confirms whole pages from the front: those of all chunks that were copied. It has one
     thread, as a copy is bound by the memory.
 
-    If the pools are index-only, a copy is confirmed before `load` or `write` returns, and there is no thread.
-
     Args:
         copies: copies pages between the pool and the tier below.
         write_mib_s: MiB of writes a second; None: without a limit. Loads have none.
@@ -174,11 +168,9 @@ class Copier:
         self._copies = copies
         self._chunk_bytes = chunk_bytes
         self._queues = _Queues(WriteCap(write_mib_s), clock)
-        self._thread: threading.Thread | None = None
-        if not copies.is_empty:
-            # The thread knows the queues alone, so that a copier that is dropped without being closed ends.
-            self._thread = threading.Thread(target=_run, args=(self._queues,), name="raydix-copier", daemon=True)
-            self._thread.start()
+        # The thread knows the queues alone, so that a copier that is dropped without being closed ends.
+        self._thread = threading.Thread(target=_run, args=(self._queues,), name="raydix-copier", daemon=True)
+        self._thread.start()
         weakref.finalize(self, self._queues.close)
 
     def load(
@@ -206,9 +198,6 @@ class Copier:
         return self._start(Copy(plan, self._copies, done, is_load=False))
 
     def _start(self, copy: Copy) -> Copy:
-        if self._thread is None:
-            copy.done(self._queues.end_instantly(copy))
-            return copy
         copy.loop = asyncio.get_running_loop()
         copy.chunks = self._copies.chunks(copy.plan, self._chunk_bytes)
         self._queues.add(copy)
@@ -250,8 +239,7 @@ class Copier:
             timeout_s: for which it waits; None: without a limit.
         """
         self._queues.close()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
 
 
 class _Queues:
@@ -340,12 +328,6 @@ class _Queues:
                 if copy is not self._current:
                     self._end(copy, "closed")
             self._changed.notify()
-
-    def end_instantly(self, copy: Copy) -> Copied:
-        """End a copy without bytes, and return its end."""
-        copy.result = Copied(len(copy.plan), "whole")
-        self._counts[copy.is_load].ends["whole"] += 1
-        return copy.result
 
     def counts(self, *, loads: bool) -> CopyCounts:
         """Return the counts of loads or of writes, as a copy."""

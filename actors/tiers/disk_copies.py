@@ -53,11 +53,6 @@ class DiskCopies:
         ).start()
         weakref.finalize(self, self._to_help.put, None)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the pool is index-only: there is nothing to copy."""
-        return not self._step
-
     def chunks(self, plan: CopyPlan, max_bytes: int = CHUNK_BYTES) -> list[Chunk]:
         """Return the parts in which a plan is copied: as many pages as `max_bytes` have room for, one at least."""
         return plan.chunks(self._sizes, max_bytes)

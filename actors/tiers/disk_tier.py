@@ -5,7 +5,7 @@
        └──> failed: ...
 
 Pages are written at their second use, from the tier in memory where they lie, and loaded straight into the leases of
-the first tier. A cache without tensors has no files: a prefix is written in the call in which it is due.
+the first tier.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DiskStats:
 
 
 class DiskTier:
-    """The disk tier of one cache.
+    """The disk tier of one cache with tensors.
 
     It observes the caches: the first tier's for uses, the disk's own for retirements.
 
@@ -118,6 +118,8 @@ class DiskTier:
             is true again.
     """
 
+    is_instant = False
+
     def __init__(
         self,
         config: CacheConfig,
@@ -133,7 +135,6 @@ class DiskTier:
         assert config.disk is not None, "the configuration has no disk tier"
         self.config = config.disk
         self.tier = Tier("disk", "STORAGE", cache)
-        self.is_instant = not config.pool.has_tensors
         self.may_begin: Callable[[], bool] = lambda: True
         self._name = name
         self._sources = sources
@@ -141,7 +142,7 @@ class DiskTier:
         self._calls = self._first_calls = calls
         self._clock = clock
         self._page = cache.page_size
-        self._state = READY if self.is_instant else "opening"
+        self._state = "opening"
         self._first_store: DiskStore | None = None
         if isinstance(opened, FolderInUse):
             self._state = _in_use(opened)
@@ -156,7 +157,7 @@ class DiskTier:
         ]
         for moves in self.all_moves:
             moves.batch_pages = min(moves.batch_pages, MOST_PAGES)
-        self.keepers = {} if self.is_instant else _make_keepers(cache)
+        self.keepers = _make_keepers(cache)
         self.spaces = DiskSpaces(cache, self.keepers)
         self.bindings = SpaceBindings(
             self.spaces,
@@ -171,8 +172,7 @@ class DiskTier:
         # The tier above is evicted down to its low watermark, so at least this share is written first.
         low_watermark = (config.eviction if config.host is None else config.host).low_watermark
         reserve = int(max(self.config.reserve, 1 - low_watermark) * sources[-1].tier.cache.num_slots)
-        has_reserve = self.config.admit == "all" and not self.is_instant
-        self.writes = DiskWrites(sources, self.all_moves, self.keepers, reserve if has_reserve else 0)
+        self.writes = DiskWrites(sources, self.all_moves, self.keepers, reserve if self.config.admit == "all" else 0)
         self.writes.on_end = self._after_write
         self._buffer_bytes = max(BUFFER_BYTES, self.writes.set_sizes(record_bytes(self._layout)))
         self.readers = DiskReaders(clock)
@@ -209,17 +209,12 @@ class DiskTier:
         pages = sum(tier.cache.num_slots for tier in (*(source.tier for source in self._sources), self.tier))
         self.uses: UseCounter | None = None
         if self.config.admit == "second_use":
-            offer = self.writes.write_instantly if self.is_instant else self._offer
-            self.uses = UseCounter(first, SecondUse(max(1, pages // self._page)), self.bindings.has_models, offer)
+            second_use = SecondUse(max(1, pages // self._page))
+            self.uses = UseCounter(first, second_use, self.bindings.has_models, self._offer)
             first.observers.append(self.uses)
-        elif self.is_instant:
-            lowest.is_kept = self.bindings.has_models
-            lowest.upper.cache.watch_victims(lowest.write_before_eviction)
         else:
             lowest.is_kept = self.bindings.is_ready
             lowest.upper.cache.watch_victims(lowest.count_dropped)
-        if self.is_instant:
-            self.loads.open_instant()
 
     def _offer(self, key: RadixKey) -> None:
         self.writes.offer(key)
@@ -240,7 +235,7 @@ class DiskTier:
     @property
     def has_work(self) -> bool:
         """Whether the disk goes on when the loop runs: it opens, or something is to be read, written or deleted."""
-        if self.is_instant or self._is_closed:
+        if self._is_closed:
             return False
         return bool(self._is_scheduled or self._tasks or self.loads.has_any or not self.writes.is_idle)
 
@@ -281,7 +276,7 @@ class DiskTier:
 
     def start(self) -> None:
         """Open the disk in the background; no effect if that has begun. Call it on the running loop."""
-        if self.is_instant or self._loop is not None or self._is_closed:
+        if self._loop is not None or self._is_closed:
             return
         self._loop = asyncio.get_running_loop()
         self._run(self._open())
@@ -488,7 +483,7 @@ class DiskTier:
 
     def note_change(self) -> None:
         """Look at the reserve of the lowest tier in memory soon, as pages were published or unlocked."""
-        if self.config.admit == "all" and not self.is_instant:
+        if self.config.admit == "all":
             self.wake()
 
     def wake(self) -> None:
@@ -592,7 +587,7 @@ class DiskTier:
 
     def _may_load(self) -> bool:
         """Return whether loads may begin."""
-        return self.is_instant or (bool(self.readers.copiers) and not self._is_closed)
+        return bool(self.readers.copiers) and not self._is_closed
 
     def _may_prefetch(self) -> bool:
         return self.may_begin()
@@ -625,8 +620,6 @@ class DiskTier:
     def retire(self, is_meant: Callable[[str | None], bool]) -> None:
         """Delete the spaces of namespaces, which the disk's cache is about to retire: see `deletions.future`."""
         self.writes.forget(is_meant)
-        if self.is_instant:
-            return
         self.deletions.retire(is_meant, self.spaces.retire)
         self.bindings.settle()
 

@@ -162,16 +162,6 @@ class DiskWrites:
         self._waiting.forget(is_meant)
         self._blocked = [key for key in self._blocked if not is_meant(key.extra_key)]
 
-    # ---------------------------------------------------------------- without tensors
-
-    def write_instantly(self, key: RadixKey) -> None:
-        """Write a prefix in this call: for tiers without KV."""
-        while (found := self._plan(key, MOST_PAGES)) is not None:
-            moves, move = found
-            moves.finish(move, move.num_pages)
-            if move.stop >= len(key):
-                break
-
     # ---------------------------------------------------------------- writes
 
     def set_sizes(self, record_bytes: Mapping[Kind, int]) -> int:
@@ -287,8 +277,7 @@ class DiskWrites:
             self._elsewhere.append(key)
             return None
         node, _ = moves.upper.cache.radix.locate(key, stop)
-        if self._keepers:  # Other disks evict for a write.
-            num_pages = min(num_pages, max(1, lower.free_slots // self._page))
+        num_pages = min(num_pages, max(1, lower.free_slots // self._page))
         refused = moves.counts.writes_refused
         others = [other for other in self._all_moves if other is not moves]
         move = moves.plan_write(node, min(num_pages, moves.batch_pages), others)

@@ -86,7 +86,7 @@ class FaultyCopier:
 
     def _start(self, copy: Copy) -> Copy:
         copy.chunks = self._copies.chunks(copy.plan, 1)
-        if self._copies.is_empty:
+        if not any(chunk.num_bytes for chunk in copy.chunks):
             copy.chunks = [Chunk(page, page + 1, 0) for page in range(len(copy.plan))] or copy.chunks
         self.open.append(copy)
         return copy

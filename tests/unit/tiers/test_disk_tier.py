@@ -648,35 +648,6 @@ async def test_closing_waits_no_longer_than_asked_for_a_disk_that_does_not_answe
     assert rig.disk.state == "closed"
 
 
-# ---------------------------------------------------------------- without tensors
-
-
-async def test_a_cache_without_tensors_writes_and_loads_in_the_call(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path, has_tensors=False)
-
-    rig.request([1] * 16)
-    assert rig.cache.total_size() == 0
-    rig.request([1] * 16)
-    assert rig.cache.total_size() == 16
-    rig.core.evict(10**6)
-    assert await rig.load([1] * 16) == (16, None)
-    rig.core.reset()
-    assert rig.disk.deletions.future() is None and rig.cache.match(RadixKey([1] * 16)).prefix_len == 0
-    rig.request([1] * 16)
-    assert rig.cache.match(RadixKey([1] * 16)).prefix_len == 0, "the uses before are forgotten"
-    assert not os.listdir(tmp_path)
-    rig.check()
-
-
-async def test_a_cache_without_tensors_writes_all_that_it_evicts(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path, has_tensors=False, admit="all")
-    rig.request([1] * 16)
-    rig.core.evict(10**6)
-
-    assert await rig.load([1] * 16) == (16, None)
-    rig.check()
-
-
 def test_the_format_of_records_does_not_depend_on_the_sizes_of_tiers(tmp_path: Path) -> None:
     layouts: list[Any] = [
         DiskRig(tmp_path, num_pages=pages, disk_pages=2 * pages).disk._index_layout for pages in (8, 64)
