@@ -20,16 +20,16 @@ from time import monotonic
 from typing import Any
 
 from raydix.actors.tiers import disk_errors
-from raydix.actors.tiers.copier import Copied
 from raydix.actors.tiers.disk_deletions import DiskDeletions
 from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged, index_values
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S
 from raydix.actors.tiers.disk_layout import index_layout, record_bytes
 from raydix.actors.tiers.disk_readers import DiskReaders
 from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Done
+from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter
 from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWriteCounts, DiskWrites, Source
 from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.last_day import LastDay
 from raydix.actors.tiers.leaving_rows import LeavingRows, delete_rows
 from raydix.actors.tiers.move_batch import MoveBatch
@@ -111,7 +111,7 @@ class DiskTier:
         tier: the disk's tier.
         all_moves: from each source to the disk; the loads are those of the first.
         loads: from the disk to the first tier.
-        readers: the threads of the loads.
+        readers: of the loads.
         writes: to the disk.
         deletions: of retired spaces.
         may_begin: returns whether writes and prefetches may begin, as no request needs the slots. Call `wake` when it
@@ -302,8 +302,10 @@ class DiskTier:
             self._store = found
             pool = self._sources[0].pool()
             assert pool is not None
-            token_bytes = self.readers.open(pool, found)
-            self.loads.open(self.readers.copiers, token_bytes)
+            assert self._writer is not None
+            token_bytes = self.readers.open(pool, found, self._writer.threads)
+            assert self.readers.copier is not None
+            self.loads.open(self.readers.copier, token_bytes)
             self._state = "reading"
             await self._read()
         except (CacheUnavailable, DiskError) as error:
@@ -411,13 +413,13 @@ class DiskTier:
             DiskError: it failed.
         """
         assert self._writer is not None
-        done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._writer.submit(task, partial(_settle, done))
-        result, error = await done
-        if error is not None:
-            self._note_error(error)
-            raise error
-        return result
+        ended = await done
+        if ended.error is not None:
+            self._note_error(ended.error)
+            raise ended.error
+        return ended.result
 
     async def _do_surely(self, task: Callable[[DiskStore], Any]) -> Any:
         """Do work until the disk does not fail; return its result.
@@ -587,12 +589,12 @@ class DiskTier:
 
     def _may_load(self) -> bool:
         """Return whether loads may begin."""
-        return bool(self.readers.copiers) and not self._is_closed
+        return self.readers.copier is not None and not self._is_closed
 
     def _may_prefetch(self) -> bool:
         return self.may_begin()
 
-    def _finish_load(self, batch: MoveBatch, copied: Copied) -> tuple[Finished, bool]:
+    def _finish_load(self, batch: MoveBatch, copied: Ended) -> tuple[Finished, bool]:
         """End the only move of a batch; return its result, and whether all of it was read."""
         ((move, num_pages, is_whole),) = batch.results(copied)
         finished = self.all_moves[0].finish(move, num_pages, is_whole)

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from raydix.actors.tiers.disk_errors import DiskError
-from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write, Written
+from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write
 from raydix.actors.tiers.due_prefixes import DuePrefixes
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.record_file import stride_of
 from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.cache_core import KVPool, RadixKey, RecordPool
@@ -374,11 +375,11 @@ class DiskWrites:
             for resume in waiting:
                 resume()
 
-    def _end(self, batch: _Batch, written: Written) -> None:
+    def _end(self, batch: _Batch, written: Ended) -> None:
         """Publish the pages of the moves of which all rows are committed: some may be of a deleted space."""
         self._batches.discard(batch)
         there: dict[Kind, set[int]] = {kind: set() for kind in self._keepers}
-        for row in written.rows:
+        for row in written.result:
             there[row.kind].add(row.record)
         for kind, numbers in batch.numbers.items():
             refused = [number for number in numbers if number not in there[kind]]
@@ -388,7 +389,7 @@ class DiskWrites:
                 there[kind].issuperset(self._numbers_of(kind, (move,))) for kind in self._keepers
             )
             moves.finish(move, move.num_pages if is_done else 0, is_done)
-        is_there = bool(written.rows)
+        is_there = bool(written.result)
         self.counts.num_writes += is_there
         self.counts.num_bytes += batch.num_bytes * is_there
         if written.error is not None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 
-from raydix.actors.tiers.copier import Copied, Copier, Copy
+from raydix.actors.tiers.copier import Copier, Copy
 from raydix.actors.tiers.due_writes import DueWrites
 from raydix.actors.tiers.host_memory import READY, RESERVING, HostMemory
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.transport.pool_shapes import layout_below
@@ -149,7 +150,7 @@ class TierManager:
             return False
         self._copies = PageCopies(self._pool, lower)
         self.copier = self.make_copier(self._copies)
-        self.loads.open([self.copier], lower.layout.slot_bytes + lower.layout.swa_slot_bytes)
+        self.loads.open(self.copier, lower.layout.slot_bytes + lower.layout.swa_slot_bytes)
         return True
 
     def make_copier(self, copies: PageCopies) -> Copier:
@@ -201,12 +202,12 @@ class TierManager:
         batch = MoveBatch(moves)
         self._writes[batch] = self.copier.write(batch.plan, partial(self._end_write, batch))
 
-    def _end_write(self, batch: MoveBatch, copied: Copied) -> None:
+    def _end_write(self, batch: MoveBatch, copied: Ended) -> None:
         if batch in self._writes:  # `cancel_writes` and `stop_copies` end writes before they are reported
             self._finish_write(batch, copied)
         self._on_change()
 
-    def _finish_write(self, batch: MoveBatch, copied: Copied) -> None:
+    def _finish_write(self, batch: MoveBatch, copied: Ended) -> None:
         del self._writes[batch]
         if copied.end == "failed":
             self._has_written = False  # a failed write is not tried again before the pool changes
@@ -236,7 +237,7 @@ class TierManager:
 
     # ---------------------------------------------------------------- the end
 
-    def _finish(self, batch: MoveBatch, copied: Copied) -> list[tuple[Finished, bool]]:
+    def _finish(self, batch: MoveBatch, copied: Ended) -> list[tuple[Finished, bool]]:
         """End the moves of a batch; return the result of each, and whether all of it was copied."""
         self._verify(batch, copied)
         return [
@@ -244,7 +245,7 @@ class TierManager:
             for move, num_pages, is_whole in batch.results(copied)
         ]
 
-    def _finish_load(self, batch: MoveBatch, copied: Copied) -> tuple[Finished, bool]:
+    def _finish_load(self, batch: MoveBatch, copied: Ended) -> tuple[Finished, bool]:
         """End the only move of a batch; return its result, and whether all of it was copied."""
         ((finished, is_whole),) = self._finish(batch, copied)
         return finished, is_whole
@@ -275,7 +276,7 @@ class TierManager:
 
     # ---------------------------------------------------------------- checks
 
-    def _verify(self, batch: MoveBatch, copied: Copied) -> None:
+    def _verify(self, batch: MoveBatch, copied: Ended) -> None:
         """Compare copied pages with their source, if `CacheConfig.validate` is set. O(bytes).
 
         Later the two may differ: a page that was evicted from the pool is computed again with other roundings.

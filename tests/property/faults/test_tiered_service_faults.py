@@ -15,7 +15,7 @@ from support.traffic.tiered_service import Shape, run_traffic
 
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.wait_queue import Waiter, WaitQueue
-from raydix.actors.tiers.copier import Copied
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.tiers.tier_manager import TierManager
 from raydix.cache_core import RadixKey
@@ -39,7 +39,7 @@ def a_write_ends_while_one_of_its_pages_is_copied(patch: Patch) -> None:
         assert self.copier is not None
         for batch, copy in list(self._writes.items()):
             self.copier.cancel(copy)
-            self._finish_write(batch, copy.result or Copied(copy.num_pages + 1, "cancelled"))
+            self._finish_write(batch, copy.result or Ended(copy.num_pages + 1, "cancelled"))
         return True
 
     patch.setattr(TierManager, "cancel_writes", cancel_writes)

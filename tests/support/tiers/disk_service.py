@@ -14,6 +14,7 @@ from support.tiers.tiered_service import TieredService
 
 from raydix.actors.tiers.disk_copies import DiskCopies
 from raydix.actors.tiers.disk_tier import DiskTier
+from raydix.actors.tiers.job_threads import JobThreads
 from raydix.schemas import (
     BindModelRequest,
     BindModelResponse,
@@ -52,7 +53,7 @@ class DiskService(TieredService):
     def _make_writer(self, *arguments: Any) -> SteppedWriter:
         return SteppedWriter(*arguments, buffer_bytes=self.disk._buffer_bytes, clock=self.clock)
 
-    def _make_disk_copier(self, copies: DiskCopies) -> FaultyCopier:
+    def _make_disk_copier(self, copies: DiskCopies, threads: JobThreads) -> FaultyCopier:
         copier = FaultyCopier(self.pool, copies)
         self._disk_copiers.append(copier)
         return copier
@@ -145,8 +146,6 @@ class DiskService(TieredService):
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         await self.turn(3)
-        for copies in self.disk.readers._copies:
-            copies.close()  # ends the thread, which would last until the garbage collector finds the service
         if self.service.tiers is not None:
             self.tiers.close()
 

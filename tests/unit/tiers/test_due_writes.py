@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.tiers.tiered_service import TieredService, tiered_config
 
-from raydix.actors.tiers.copier import End
+from raydix.actors.tiers.job_threads import End
 from raydix.cache_core import RadixKey
 from raydix.schemas import LeaseResponse, ResetRequest
 
