@@ -14,6 +14,7 @@ from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write
 from raydix.actors.tiers.due_prefixes import DuePrefixes
 from raydix.actors.tiers.job_threads import Ended
+from raydix.actors.tiers.last_day import LastDay
 from raydix.actors.tiers.record_file import stride_of
 from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.cache_core import KVPool, RadixKey, RecordPool
@@ -88,6 +89,7 @@ class DiskWrites:
         sources: the tiers in memory, the pool first.
         all_moves: from each of them to the disk.
         keepers: of the disk's records.
+        last_day: sums the bytes of a day.
         reserve: slots of the last source that are to be on the disk or free; 0: only what is due is written.
     """
 
@@ -96,9 +98,11 @@ class DiskWrites:
         sources: Sequence[Source],
         all_moves: Sequence[Moves],
         keepers: Mapping[Kind, RecordKeeper],
+        last_day: LastDay,
         reserve: int = 0,
     ) -> None:
         self.counts = DiskWriteCounts()
+        self.last_day = last_day
         self.is_ahead = True  # whether the reserve is free or written, as far as it was looked at
         self._sources = sources
         self._all_moves = all_moves
@@ -132,6 +136,11 @@ class DiskWrites:
     def is_idle(self) -> bool:
         """Whether nothing is due, and no write is in flight."""
         return self.is_ahead and not (self._due or self._blocked or self._waiting or self._batches)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether prefixes are due, or a part of the reserve is not written."""
+        return bool(self.num_due) or not self.is_ahead
 
     @property
     def may_look_on(self) -> bool:
@@ -370,7 +379,7 @@ class DiskWrites:
         for moves, move in batch.moves:
             moves.let_go(move)
         batch.reads_pool = False
-        if not self.lock_pool:
+        if not self.locks_pool:
             waiting, self._after_writes = self._after_writes, []
             for resume in waiting:
                 resume()
@@ -392,6 +401,7 @@ class DiskWrites:
         is_there = bool(written.result)
         self.counts.num_writes += is_there
         self.counts.num_bytes += batch.num_bytes * is_there
+        self.last_day.add(batch.num_bytes * is_there)
         if written.error is not None:
             self.counts.num_failed += 1
             logger.warning("KV could not be written to the disk: %s", written.error)
@@ -407,7 +417,7 @@ class DiskWrites:
     # ---------------------------------------------------------------- requests that lack slots
 
     @property
-    def lock_pool(self) -> bool:
+    def locks_pool(self) -> bool:
         """Whether pages of the pool are locked, as they are being copied to a buffer."""
         return any(batch.reads_pool for batch in self._batches)
 
@@ -419,7 +429,7 @@ class DiskWrites:
         for batch in self._batches:
             if batch.reads_pool and batch.write is not None:
                 writer.cancel(batch.write)
-        return not self.lock_pool
+        return not self.locks_pool
 
     def after_writes(self, resume: Callable[[], object]) -> None:
         """Call `resume` once, when no page of the pool is locked by a write any more."""

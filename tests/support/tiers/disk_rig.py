@@ -135,7 +135,7 @@ class DiskRig:
             num_leaving = sum(keeper.num_leaving for keeper in disk.keepers.values())
             return is_built and disk.writes.is_idle and not num_leaving and disk.deletions.future() is None
 
-        await self.wait(lambda: is_idle() and not disk._tasks and not disk._is_scheduled)
+        await self.wait(lambda: is_idle() and not disk.opening.tasks and not disk.work.is_scheduled)
         self.check()
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class DiskRig:
                 pass
         self.disk.wake()
         await self.settle()
-        rows = {(row.kind, row.record): row for row in await self.disk._do(_all_rows)}
+        rows = {(row.kind, row.record): row for row in await self.disk.files.do(_all_rows)}
         for kind, keeper in self.disk.keepers.items():
             named = {record for name, record in rows if name == kind}
             kept = set(np.flatnonzero(np.isin(keeper._states, (_WITH_ROW, _DORMANT))).tolist())

@@ -61,7 +61,7 @@ async def gated(path: Path, **options: Any) -> AsyncIterator[Rig]:
     rig = DiskRig(path, num_pages=160, disk_pages=80, calls=calls, **options)
 
     def make(copies: DiskCopies, threads: JobThreads) -> Copier:
-        return Copier(copies, threads=threads, num_loads=2, chunk_bytes=1, clock=rig.disk._clock)
+        return Copier(copies, threads=threads, num_loads=2, chunk_bytes=1, clock=rig.disk.work._clock)
 
     rig.disk.readers.make_copier = make  # type: ignore[method-assign]
     await rig.ready()
