@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 
-from raydix.actors.tiers.copier import Copied, Copier, Copy
+from raydix.actors.tiers.copier import Copier, Copy
 from raydix.actors.tiers.host_memory import RESERVING, HostMemory
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.transport.pool_shapes import layout_below
@@ -128,7 +129,7 @@ class HostTier:
             return False
         self._copies = PageCopies(self._pool, lower)
         self.copier = self.make_copier(self._copies)
-        self.loads.open([self.copier], lower.layout.slot_bytes + lower.layout.swa_slot_bytes)
+        self.loads.open(self.copier, lower.layout.slot_bytes + lower.layout.swa_slot_bytes)
         return True
 
     def make_copier(self, copies: PageCopies) -> Copier:
@@ -190,12 +191,12 @@ class HostTier:
         batch = MoveBatch(moves)
         self._batches[batch] = self.copier.write(batch.plan, partial(self._end_write, batch))
 
-    def _end_write(self, batch: MoveBatch, copied: Copied) -> None:
+    def _end_write(self, batch: MoveBatch, copied: Ended) -> None:
         if batch in self._batches:  # `cancel_writes` and `stop_copies` end writes before they are reported
             self._finish_write(batch, copied)
         self._on_change()
 
-    def _finish_write(self, batch: MoveBatch, copied: Copied) -> None:
+    def _finish_write(self, batch: MoveBatch, copied: Ended) -> None:
         del self._batches[batch]
         if copied.end == "failed":
             self._has_written = False  # a failed write is not tried again before the pool changes
@@ -225,7 +226,7 @@ class HostTier:
 
     # ---------------------------------------------------------------- the end
 
-    def _complete_load(self, batch: MoveBatch, copied: Copied) -> tuple[Filled, bool]:
+    def _complete_load(self, batch: MoveBatch, copied: Ended) -> tuple[Filled, bool]:
         """End the only move of a batch; return its result, and whether all of it was copied."""
         self._verify(batch, copied)
         ((move, num_pages, is_whole),) = batch.results(copied)
@@ -261,7 +262,7 @@ class HostTier:
 
     # ---------------------------------------------------------------- checks
 
-    def _verify(self, batch: MoveBatch, copied: Copied) -> None:
+    def _verify(self, batch: MoveBatch, copied: Ended) -> None:
         """Compare copied pages with their source, if `CacheConfig.validate` is set. O(bytes).
 
         Later the two may differ: a page that was evicted from the pool is computed again with other roundings.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
-from raydix.actors.tiers.copier import Copied, Copier, Copy
+from raydix.actors.tiers.copier import Copier, Copy
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.loads import Filled, Loads
@@ -22,14 +23,13 @@ GRACE_S = 0.25  # grace for the last chunk of a late load
 _PREFETCH_SHARE = 0.25  # share of the pool that prefetches in flight may take
 
 # Ends the only move of a batch; returns its result, and whether all of it was copied.
-Finish = Callable[[MoveBatch, Copied], tuple[Filled, bool]]
+Finish = Callable[[MoveBatch, Ended], tuple[Filled, bool]]
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
     """A load in flight."""
 
-    copier: Copier
     copy: Copy
     timer: asyncio.TimerHandle | None = None
     is_given_up: bool = False  # no request waits for it any more, as its chunk does not come back
@@ -42,7 +42,7 @@ class TierLoads:
     for that chunk longer than 0.25 s, and for a chunk of a prefetch no longer than the tier's time limit: then nothing
     is loaded from it for 30 s, all its loads end, and the requests of those that cannot end begin again.
 
-    Prefetches use the last copier alone, and give way there to loads that requests wait for.
+    Prefetches give way to loads that requests wait for.
 
     Args:
         moves: the loads from the tier, without copies.
@@ -81,22 +81,22 @@ class TierLoads:
         self._may_prefetch = may_prefetch
         self._may_stall = may_stall
         self._clock = clock
-        self._copiers: Sequence[Copier] = ()
-        self._rates: dict[Copier, float] = {}  # copier -> bytes a second of its recent loads
+        self._copier: Copier | None = None
+        self._rate: float | None = None  # bytes a second of recent loads
         self._token_bytes = 0.0
         self._stalled_until = float("-inf")
         self._loads: dict[Move, _Load] = {}
         self._owners: dict[Move, Callable[[Filled], object]] = {}
         self._waiting: dict[Move, list[Callable[[bool], object]]] = {}
 
-    def open(self, copiers: Sequence[Copier], token_bytes: float) -> None:
-        """Load with these copiers from now on.
+    def open(self, copier: Copier, token_bytes: float) -> None:
+        """Load with this copier from now on.
 
         Args:
-            copiers: at least one. Their owner closes them.
+            copier: its owner closes it.
             token_bytes: that are read for a token.
         """
-        self._copiers, self._token_bytes = copiers, max(1.0, token_bytes)
+        self._copier, self._token_bytes = copier, max(1.0, token_bytes)
 
     @property
     def is_stalled(self) -> bool:
@@ -126,25 +126,21 @@ class TierLoads:
         wanted = look_up.length(self.moves.source)
         if wanted <= lease.prefix_len:
             return None
-        in_time = wanted if not self._rates else self._in_time(lease.prefix_len, timeout_s)
+        in_time = wanted if self._rate is None else self._in_time(lease.prefix_len, timeout_s, self._rate)
         move = self.moves.prepare(lease, look_up, in_time)
         if move is not None:
             self._begin(move, timeout_s)
         elif in_time < wanted and not self._loads:
-            self._rates.clear()  # Rates that allow no load would never be measured again.
+            self._rate = None  # A rate that allows no load would never be measured again.
         return move
 
-    def _in_time(self, prefix_len: int, timeout_s: float) -> int:
+    def _in_time(self, prefix_len: int, timeout_s: float, rate: float) -> int:
         """Return how long a prefix may be so that its load ends in time, at the rate of recent loads."""
-        queued = self._quietest().bytes_ahead() if self._loads else 0
+        assert self._copier is not None
+        queued = self._copier.bytes_ahead() if self._loads else 0
         page = self.moves.pool.page_size
-        num_bytes = max(0.0, timeout_s * min(self._rates.values()) - queued)
+        num_bytes = max(0.0, timeout_s * rate - queued)
         return prefix_len + int(num_bytes / self._token_bytes) // page * page
-
-    def _quietest(self) -> Copier:
-        if len(self._copiers) == 1:
-            return self._copiers[0]
-        return min(self._copiers, key=lambda copier: copier.bytes_ahead())
 
     def _begin(self, move: Move, timeout_s: float | None) -> None:
         """Begin to copy a load.
@@ -152,14 +148,14 @@ class TierLoads:
         Args:
             timeout_s: None: it is a prefetch.
         """
-        is_prefetch, batch = timeout_s is None, MoveBatch((move,))
-        copier = self._copiers[-1] if is_prefetch else self._quietest()
+        assert self._copier is not None
+        batch = MoveBatch((move,))
 
-        def end(copied: Copied) -> None:
+        def end(copied: Ended) -> None:
             self._end(batch, copied)
 
-        copy = copier.load(batch.plan, end, timeout_s, is_awaited=not is_prefetch)
-        load = self._loads[move] = _Load(copier, copy)
+        copy = self._copier.load(batch.plan, end, timeout_s, is_awaited=timeout_s is not None)
+        load = self._loads[move] = _Load(copy)
         if self._may_stall:
             wait_s, check = (
                 (self.timeout_s, self._watch) if timeout_s is None else (timeout_s + GRACE_S, self._end_late)
@@ -210,15 +206,15 @@ class TierLoads:
 
     # ---------------------------------------------------------------- ends
 
-    def _end(self, batch: MoveBatch, copied: Copied) -> None:
+    def _end(self, batch: MoveBatch, copied: Ended) -> None:
         (move,) = batch.moves
         load = self._loads.pop(move, None)
         if load is None:  # `stop` has ended it
             return
         if load.timer is not None:
             load.timer.cancel()
-        if (rate := load.copier.counts(loads=True).bytes_per_s) is not None:
-            self._rates[load.copier] = rate
+        if self._copier is not None and (rate := self._copier.counts(loads=True).bytes_per_s) is not None:
+            self._rate = rate
         self.num_late += copied.end == "late"
         finished, is_whole = self._finish(batch, copied)
         self._answer(move, finished, is_whole)
@@ -234,7 +230,7 @@ class TierLoads:
     def _end_late(self, move: Move) -> None:
         """End a load that is late; if its chunk has not come back, the tier is stalled."""
         load = self._loads[move]
-        load.copier.cancel(load.copy)
+        self._cancel(load)
         if load.copy.result is None:  # else its end is on its way
             self._stall_as_silent()
 
@@ -247,6 +243,10 @@ class TierLoads:
             load.timer = asyncio.get_running_loop().call_later(left_s, self._watch, move)
         else:
             self._stall_as_silent()
+
+    def _cancel(self, load: _Load) -> None:
+        if self._copier is not None:
+            self._copier.cancel(load.copy)
 
     def _stall_as_silent(self) -> None:
         if not self.is_stalled:
@@ -263,7 +263,7 @@ class TierLoads:
         self.num_stalls += 1
         self._stalled_until = self._clock() + STALL_S
         for move, load in list(self._loads.items()):
-            load.copier.cancel(load.copy)
+            self._cancel(load)
             if load.copy.result is None and not load.is_given_up:
                 self._give_up(move, load)
 
@@ -284,7 +284,7 @@ class TierLoads:
     # ---------------------------------------------------------------- the end
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End all loads, without callbacks. It blocks for one chunk of each copier at most.
+        """End all loads, without callbacks. It blocks for the chunks that are being copied.
 
         Leases that were being filled end, so no request may wait for them any more.
 
@@ -302,8 +302,8 @@ class TierLoads:
                 load.timer.cancel()
             if session_id := move.target.filling_for:
                 pool.release(move.target.lease_id, session_id)
-        for copier in self._copiers:
-            copier.stop_all(timeout_s)
+        if self._copier is not None:
+            self._copier.stop_all(timeout_s)
         for move, load in list(self._loads.items()):
             if load.copy.result is not None:
                 self._finish(MoveBatch((move,)), load.copy.result)
@@ -311,8 +311,7 @@ class TierLoads:
         return not self._loads
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End all loads, as `stop` does, and let none begin. The copiers may be closed and freed afterwards."""
+        """End all loads, as `stop` does, and let none begin. The copier may be closed and freed afterwards."""
         has_ended = self.stop(timeout_s)
-        self._copiers = ()
-        self._rates.clear()
+        self._copier = self._rate = None
         return has_ended

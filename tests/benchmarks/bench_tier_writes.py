@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.observe.trace import TracedRequest, read_trace
 from raydix.actors.replay.arrivals import Arrivals
-from raydix.actors.tiers.copier import Copied, Copy, CopyCounts, End
+from raydix.actors.tiers.copier import Copy, CopyCounts
+from raydix.actors.tiers.job_threads import End, Ended
 from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies
 from raydix.cache_core.tiers.writes import BATCH_BYTES
 from raydix.schemas import CacheConfig, CacheStats, HostConfig, PoolConfig, PoolExhausted, TierStats
 
-Done = Callable[[Copied], object]
+Done = Callable[[Ended], object]
 
 TOKEN_BYTES = 128 * 1024
 POOL_BLOCKS, HOST_BLOCKS = 1_000, (4_000, 8_000)
@@ -117,7 +118,7 @@ class TimedCopier:
         if copy.result is None:
             self._queue.remove(copy)
             self._counts[copy.is_load].ends[end] += 1
-            copy.result = Copied(copy.num_pages, end)
+            copy.result = Ended(copy.num_pages, end)
             asyncio.get_running_loop().call_soon(copy.done, copy.result)
 
     def cancel(self, copy: Copy) -> None:

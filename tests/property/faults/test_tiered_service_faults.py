@@ -15,8 +15,8 @@ from support.traffic.tiered_service import Shape, run_traffic
 
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.wait_queue import Waiter, WaitQueue
-from raydix.actors.tiers.copier import Copied
 from raydix.actors.tiers.host_tier import HostTier
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.kv_cache import KVCache
@@ -37,9 +37,9 @@ fault, late_fault = FAULTS.register, FAULTS.register_late
 def a_write_ends_while_one_of_its_pages_is_copied(patch: Patch) -> None:
     def cancel_writes(self: HostTier) -> bool:
         assert self.copier is not None
-        for batch, copy in list(self._writes.items()):
+        for batch, copy in list(self._batches.items()):
             self.copier.cancel(copy)
-            self._finish_write(batch, copy.result or Copied(copy.num_pages + 1, "cancelled"))
+            self._finish_write(batch, copy.result or Ended(copy.num_pages + 1, "cancelled"))
         return True
 
     patch.setattr(HostTier, "cancel_writes", cancel_writes)

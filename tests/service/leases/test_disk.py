@@ -66,7 +66,7 @@ def disk_config(
 async def opened(config: CacheConfig, calls: FaultyFileCalls | None = None) -> AsyncIterator[LocalPrefixCache]:
     """A cache with its disk open."""
     cache = LocalPrefixCache(config)
-    tier_of(cache)._calls = calls
+    tier_of(cache).files.calls = calls
     async with cache:
         await cache.stats()
         await settled(cache)
@@ -74,7 +74,7 @@ async def opened(config: CacheConfig, calls: FaultyFileCalls | None = None) -> A
 
 
 def records_of(cache: LocalPrefixCache) -> PageRecords:
-    pool = cache.service.disk._sources[0].pool()  # type: ignore[union-attr]
+    pool = cache.service.disk.files.pool()  # type: ignore[union-attr]
     assert pool is not None
     return PageRecords(pool)
 

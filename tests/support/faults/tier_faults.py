@@ -15,8 +15,9 @@ from raydix.actors.tiers.disk_deletions import DiskDeletions
 from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_index import DiskIndex
 from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter, Done, Write, Written, _Threads
+from raydix.actors.tiers.disk_writer import DiskWriter, Write, _Steps
 from raydix.actors.tiers.disk_writes import DiskWrites
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.cache_core.leases.kv_cache import KVCache
@@ -107,25 +108,25 @@ def pages_are_released_before_they_are_copied(patch: Patch) -> None:
 
 @late_disk_fault
 def pages_are_summed_after_their_release(patch: Patch) -> None:
-    def write_one(original: Any, self: _Threads, store: DiskStore | None, item: Any) -> None:
+    def write_one(original: Any, self: _Steps, item: Any) -> None:
         if isinstance(item, Write):
             kept = item.buffer.copy()  # type: ignore[union-attr]
             item.rows.clear()
             self._gather(item)  # the sums of the pages as they are now
             item.buffer[:] = kept  # type: ignore[index]
-        original(self, store, item)
+        original(self, item)
 
-    around(patch, _Threads, "write_one", write_one)
+    around(patch, _Steps, "write_one", write_one)
 
 
 @disk_fault
 def rows_are_committed_before_their_records_are_written(patch: Patch) -> None:
-    def write(original: Any, self: _Threads, store: DiskStore, write: Write) -> Any:
+    def write(original: Any, self: _Steps, store: DiskStore, write: Write) -> Any:
         with suppress(DiskError):
             store.index.commit(write.rows)
         return original(self, store, write)
 
-    around(patch, _Threads, "_write", write)
+    around(patch, _Steps, "_write", write)
 
 
 @disk_fault
@@ -133,7 +134,7 @@ def pages_can_be_matched_before_their_rows_are_committed(patch: Patch) -> None:
     def write(original: Any, self: DiskWriter, records: Any, gathered: Any, done: Any, source: Any = None) -> Any:
         def copied() -> None:
             gathered()
-            done(Written([row for part in records.values() for row in part.rows]))
+            done(Ended(result=[row for part in records.values() for row in part.rows]))
 
         return original(self, records, copied, lambda written: None, source)
 
@@ -155,9 +156,9 @@ def a_record_is_used_again_before_its_row_is_deleted(patch: Patch) -> None:
 
 @late_disk_fault
 def all_rows_of_a_write_count_as_refused_if_some_are(patch: Patch) -> None:
-    def end(original: Any, self: DiskWrites, batch: Any, written: Written) -> None:
-        if len(written.rows) < sum(map(len, batch.numbers.values())):
-            written = Written([], DiskError("some rows were refused"))
+    def end(original: Any, self: DiskWrites, batch: Any, written: Ended) -> None:
+        if len(written.result) < sum(map(len, batch.numbers.values())):
+            written = Ended(error=DiskError("some rows were refused"), result=[])
         original(self, batch, written)
 
     around(patch, DiskWrites, "_end", end)
@@ -175,7 +176,7 @@ def a_retirement_is_answered_before_it_is_committed(patch: Patch) -> None:
 
 @late_disk_fault
 def a_retirement_that_failed_is_forgotten(patch: Patch) -> None:
-    around(patch, DiskDeletions, "_end", lambda original, self, numbers, done: original(self, numbers, Done()))
+    around(patch, DiskDeletions, "_end", lambda original, self, numbers, done: original(self, numbers, Ended()))
 
 
 @disk_fault
@@ -252,8 +253,8 @@ def those_that_wait_for_a_load_of_the_disk_are_not_told_of_its_end(patch: Patch)
 
 @late_disk_fault
 def a_write_that_was_cancelled_is_forgotten(patch: Patch) -> None:
-    def end(original: Any, self: DiskWrites, batch: Any, written: Written) -> None:
-        if not written.rows:
+    def end(original: Any, self: DiskWrites, batch: Any, written: Ended) -> None:
+        if not written.result:
             batch.due.clear()
         original(self, batch, written)
 

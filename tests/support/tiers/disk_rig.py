@@ -48,7 +48,6 @@ class DiskRig:
         host_pages: of a host tier between them; 0: there is none.
         window: tokens of a sliding window; None: there is none.
         num_states: states of the pool and of the disk; 0: there are none.
-        has_tensors: False: the caches are index-only.
         disk: fields of `DiskConfig`.
 
     Attributes:
@@ -68,7 +67,6 @@ class DiskRig:
         models: Models | None = ("m", None, "v1"),
         window: int | None = None,
         num_states: int = 0,
-        has_tensors: bool = True,
         calls: FileCalls | None = None,
         clock: Callable[[], float] | None = None,
         **disk: Any,
@@ -77,10 +75,9 @@ class DiskRig:
         self.weights: dict[str | None, str] = defaultdict(str)
         self.may_find: dict[str | None, set[str]] = {}
         fields: dict[str, Any] = {"num_state_slots": num_states}
-        if has_tensors:
-            fields |= {"format": "opaque", "slot_bytes": SLOT_BYTES}
-            fields |= {"swa_slot_bytes": HALF_BYTES} if window is not None else {}
-            fields |= {"state_bytes": STATE_BYTES} if num_states else {}
+        fields |= {"format": "opaque", "slot_bytes": SLOT_BYTES}
+        fields |= {"swa_slot_bytes": HALF_BYTES} if window is not None else {}
+        fields |= {"state_bytes": STATE_BYTES} if num_states else {}
         given = {"direct_io": "off", "write_mib_s": None} | disk
         config = CacheConfig(
             kind="mamba" if num_states else "radix",
@@ -90,11 +87,11 @@ class DiskRig:
             disk=DiskConfig(path=str(path), num_slots=disk_pages * PAGE, **given),
         )
         self.window, self.num_states = window, num_states
-        self.pool = self._pool(num_pages) if has_tensors else None
+        self.pool = self._pool(num_pages)
         core, _ = build_core(config, self.pool, lambda: None)
         assert isinstance(core, KVCache)
         self.core = core
-        self.pools = {"device": self.pool, "host": self._pool(host_pages) if host_pages and has_tensors else None}
+        self.pools = {"device": self.pool, "host": self._pool(host_pages) if host_pages else None}
         sources = [Source(Tier("device", "CPU", core), lambda: self.pool)]
         self.host: KVCache | None = None
         self.host_moves: Moves | None = None
@@ -141,7 +138,7 @@ class DiskRig:
             num_leaving = sum(keeper.num_leaving for keeper in disk.keepers.values())
             return is_built and disk.writes.is_idle and not num_leaving and disk.deletions.future() is None
 
-        await self.wait(lambda: is_idle() and not disk._tasks and not disk._is_scheduled)
+        await self.wait(lambda: is_idle() and not disk.opening.tasks and not disk.work.is_scheduled)
         self.check()
 
     def check(self) -> None:
@@ -165,7 +162,7 @@ class DiskRig:
                 pass
         self.disk.wake()
         await self.settle()
-        rows = {(row.kind, row.record): row for row in await self.disk._do(_all_rows)}
+        rows = {(row.kind, row.record): row for row in await self.disk.files.do(_all_rows)}
         for kind, keeper in self.disk.keepers.items():
             named = {record for name, record in rows if name == kind}
             kept = set(np.flatnonzero(np.isin(keeper._states, (_WITH_ROW, _DORMANT))).tolist())

@@ -19,7 +19,7 @@ from support.tiers.tiered_service import TieredService, tiered_config
 from support.traffic.radix import TrafficFailed
 
 from raydix.actors.sessions.admission import _WRITES
-from raydix.actors.tiers.copier import End
+from raydix.actors.tiers.job_threads import End
 from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.look_up import LookUp

@@ -15,7 +15,8 @@ import pytest
 from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors, disk_tier, disk_writes, tier_loads
+from raydix.actors.tiers import disk_errors, disk_files, disk_opening, disk_writes, free_records, tier_loads
+from raydix.actors.tiers.disk_work import DiskWork
 from raydix.actors.tiers.disk_writes import DiskWrites
 from raydix.actors.tiers.record_file import BLOCK
 from raydix.cache_core import RadixKey
@@ -51,7 +52,7 @@ async def test_nothing_is_locked_by_a_disk_that_does_not_take_a_write(tmp_path: 
         go_on = calls.stall("pwritev")
         rig.request([1] * 16)
         rig.request([1] * 16)
-        await rig.wait(lambda: bool(rig.disk.all_writes[0].in_flight) and not rig.disk.writes.lock_pool)
+        await rig.wait(lambda: bool(rig.disk.all_writes[0].in_flight) and not rig.disk.writes.locks_pool)
 
         assert rig.core.evict(10**6) == 16, "the pages are in the writer's buffer"
         rig.check()
@@ -106,12 +107,12 @@ async def test_the_disk_waits_without_work_while_no_write_may_begin(
 ) -> None:
     slices = [0]
 
-    def run_slice(self: disk_tier.DiskTier) -> None:
+    def run_slice(self: DiskWork, *arguments: Any) -> None:
         slices[0] += 1
-        original(self)
+        original(self, *arguments)
 
-    original = disk_tier.DiskTier._run_slice
-    monkeypatch.setattr(disk_tier.DiskTier, "_run_slice", run_slice)
+    original = DiskWork.run_slice
+    monkeypatch.setattr(DiskWork, "run_slice", run_slice)
     async with opened_rig(tmp_path, num_pages=20, admit="all", reserve=0.9) as rig:
         rig.disk.may_begin = lambda: False
         rig.request([1] * 24)
@@ -186,7 +187,7 @@ async def test_a_full_disk_evicts_its_coldest_pages_ahead_of_need(tmp_path: Path
 async def test_a_slice_looks_up_few_prefixes_and_evicts_few_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "_EVICTED_AT_ONCE", 2)
+    monkeypatch.setattr(free_records, "_EVICTED_AT_ONCE", 2)
     looked_up, evicted = [0], list[int]()
     begin, plan = DiskWrites.begin, DiskWrites._plan
 
@@ -241,10 +242,10 @@ async def test_a_request_short_of_slots_cancels_the_writes_that_lock_the_pool(tm
         rig.core.evict(10**6)
         rig.request([1] * 16)
         rig.request([1] * 16)
-        writer, resumed = rig.disk._writer, asyncio.Event()
+        writer, resumed = rig.disk.files.writer, asyncio.Event()
         assert writer is not None
         rig.disk.writes.begin(writer, rig.disk.bindings)
-        assert rig.disk.writes.lock_pool and rig.core.evict(10**6) == 0
+        assert rig.disk.writes.locks_pool and rig.core.evict(10**6) == 0
 
         rig.disk.writes.after_writes(resumed.set)
         assert not rig.disk.writes.cancel(writer)
@@ -617,9 +618,9 @@ async def test_pages_that_were_used_before_the_disk_was_open_are_written_when_it
 async def test_a_disk_that_another_cache_has_is_taken_when_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = disk_tier.DiskStore
-    monkeypatch.setattr(disk_tier, "PREDECESSOR_S", 0.01)
-    monkeypatch.setattr(disk_tier, "DiskStore", lambda *arguments, **options: real(*arguments, **options, wait_s=0.01))
+    real = disk_files.DiskStore
+    monkeypatch.setattr(disk_opening, "PREDECESSOR_S", 0.01)
+    monkeypatch.setattr(disk_files, "DiskStore", lambda *arguments, **options: real(*arguments, **options, wait_s=0.01))
     async with opened_rig(tmp_path) as first:
         await first.twice([1] * 16)
         second = DiskRig(tmp_path)
@@ -651,7 +652,7 @@ async def test_closing_waits_no_longer_than_asked_for_a_disk_that_does_not_answe
 
 def test_the_format_of_records_does_not_depend_on_the_sizes_of_tiers(tmp_path: Path) -> None:
     layouts: list[Any] = [
-        DiskRig(tmp_path, num_pages=pages, disk_pages=2 * pages).disk._index_layout for pages in (8, 64)
+        DiskRig(tmp_path, num_pages=pages, disk_pages=2 * pages).disk.files.index_layout for pages in (8, 64)
     ]
 
     assert layouts[0] == layouts[1]

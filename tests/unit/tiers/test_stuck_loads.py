@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
+from support.tiers.disk_rig import PAGE, SLOT_BYTES, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
 from raydix.actors.tiers import tier_loads
 from raydix.actors.tiers.copier import Copier
+from raydix.actors.tiers.disk_copies import DiskCopies
+from raydix.actors.tiers.job_threads import JobThreads
 from raydix.cache_core import RadixKey
 from raydix.cache_core.tiers.loads import Filled
 from raydix.cache_core.tiers.look_up import LookUp
@@ -58,7 +60,10 @@ async def gated(path: Path, **options: Any) -> AsyncIterator[Rig]:
     """A rig that has three prompts on its disk alone."""
     calls = FaultyFileCalls()
     rig = DiskRig(path, num_pages=160, disk_pages=80, calls=calls, **options)
-    make: Callable[..., Copier] = lambda copies: Copier(copies, chunk_bytes=1, clock=rig.disk._clock)  # noqa: E731
+
+    def make(copies: DiskCopies, threads: JobThreads) -> Copier:
+        return Copier(copies, threads=threads, num_loads=2, chunk_bytes=1, clock=rig.disk.work._clock)
+
     rig.disk.readers.make_copier = make  # type: ignore[method-assign]
     await rig.ready()
     await rig.twice(SHORT, LONG, OTHER)
@@ -107,12 +112,14 @@ async def test_a_prefetch_that_a_request_waits_for_gives_way_no_more(tmp_path: P
         move = loads.prefetch(LookUp(RadixKey(LONG)))
         assert move is not None and loads.running_load(LookUp(RadixKey(LONG))) is move
         await held.until_begun(1)
-        assert loads._copiers[1].bytes_ahead() < 2 * 4096, "a chunk of a prefetch"
+        _, done = held.load(OTHER)
+        await held.until_begun(2)
+        copier = held.rig.disk.readers.copier
+        assert copier is not None and copier.bytes_ahead() == PAGE * SLOT_BYTES, "a chunk of a prefetch"
         loads.hurry(move)
-        assert loads._copiers[1].bytes_ahead() == loads._copiers[1].queued_bytes(loads=True)
-        _, done = held.load(SHORT)
-        held.pass_reads(*range(1, 5))
-        assert (await done).num_tokens == 4 * PAGE, "the other reader takes it"
+        assert copier.bytes_ahead() == len(LONG) * SLOT_BYTES
+        held.pass_reads(*range(100))
+        assert (await done).num_tokens == len(OTHER)
 
 
 async def test_a_prefetch_is_given_up_when_a_chunk_does_not_come_back(tmp_path: Path) -> None:
