@@ -57,7 +57,7 @@ class DiskCopies:
         """Copy pages [start, stop) of a plan from the disk to the pool.
 
         Raises:
-            RecordDamaged: a record has not the sum of its page.
+            RecordDamaged: the checksum of a record does not match.
             DiskError: a record could not be read.
         """
         parts = deque[_Part]()

@@ -31,7 +31,7 @@ class DiskReaders:
 
     Attributes:
         copier: copies the records; None before `open`.
-        num_damaged: records that had not the sum of their page.
+        num_damaged: records whose checksum did not match.
         num_failed: reads of records that failed, one for each load and thread.
         last_error: of these reads.
     """

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raydix.actors.tiers.checksums import DIGEST_BYTES, SUM_BYTES, are_right
 from raydix.actors.tiers.disk_errors import DiskError, IndexDamaged, RecordDamaged
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S, RECORDS, DiskFolder
 from raydix.actors.tiers.disk_index import INDEX, DiskIndex, IndexLayout, index_bytes, log_bytes
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.record_file import DirectIO, RecordFile, Rows, stride_of
-from raydix.actors.tiers.record_sums import DIGEST_BYTES, SUM_BYTES, are_right
 from raydix.cache_core import RecordLayout
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import KINDS, Kind
@@ -192,7 +192,7 @@ class DiskStore:
             rows: of aligned memory, one for each number.
 
         Raises:
-            RecordDamaged: some have not the sums of their pages.
+            RecordDamaged: the checksums of some do not match.
             DiskError: they could not be read.
         """
         file = self.files[kind]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from raydix.actors.tiers.disk_deletions import DiskDeletions
 from raydix.actors.tiers.disk_errors import FolderInUse
 from raydix.actors.tiers.disk_files import DiskFiles
 from raydix.actors.tiers.disk_layout import index_layout, record_bytes
@@ -27,10 +26,11 @@ from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.free_records import FreeRecords
 from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.last_day import LastDay
-from raydix.actors.tiers.leaving_rows import LeavingRows
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.record_file import stride_of
+from raydix.actors.tiers.row_deletions import RowDeletions
 from raydix.actors.tiers.space_bindings import SpaceBindings
+from raydix.actors.tiers.space_deletions import SpaceDeletions
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.transport.pool_shapes import layout_below
 from raydix.cache_core import KVCache, RadixKey
@@ -177,7 +177,7 @@ class DiskTier:
         records = FreeRecords(
             cache, self.keepers, self.spaces, self.all_writes[-1].batch_pages + self.writes.window_pages
         )
-        leaving = LeavingRows(
+        leaving = RowDeletions(
             self.keepers, lambda: self.work.end_deletion(), lambda error: self.opening.note_error(error)
         )
         self.work = DiskWork(
@@ -194,7 +194,7 @@ class DiskTier:
             clock,
         )
         self.writes.on_end = self.work.end_write
-        self.deletions = DiskDeletions(self._end_deletion, lambda error: self.opening.note_error(error), clock)
+        self.deletions = SpaceDeletions(self._end_deletion, lambda error: self.opening.note_error(error), clock)
         self.opening = DiskOpening(
             self.files, cache, self.spaces, self.bindings, self.deletions, self._opened, self._ready, in_use
         )

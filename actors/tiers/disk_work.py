@@ -11,7 +11,7 @@ from raydix.actors.tiers.disk_files import DiskFiles
 from raydix.actors.tiers.disk_writer import DiskWriter
 from raydix.actors.tiers.disk_writes import DiskWrites
 from raydix.actors.tiers.free_records import FreeRecords
-from raydix.actors.tiers.leaving_rows import LeavingRows
+from raydix.actors.tiers.row_deletions import RowDeletions
 from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.actors.tiers.tier_loads import TierLoads
 
@@ -54,7 +54,7 @@ class DiskWork:
         self,
         files: DiskFiles,
         records: FreeRecords,
-        leaving: LeavingRows,
+        leaving: RowDeletions,
         bindings: SpaceBindings,
         writes: DiskWrites,
         loads: TierLoads,

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from raydix.actors.tiers.checksums import checksums
 from raydix.actors.tiers.copier import WriteCap
 from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.job_threads import Ended, JobThreads
 from raydix.actors.tiers.record_file import Rows, aligned_bytes, stride_of
-from raydix.actors.tiers.record_sums import record_sums
 from raydix.cache_core import KVPool, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import CHUNK_BYTES, KINDS, Kind, PageRecords
@@ -340,7 +340,7 @@ class _Steps:
                 write.source.gather(part.starts[start:stop], torch.from_numpy(records), kind)
                 some = part.rows[start:stop]
                 digests = np.frombuffer(b"".join([row.digest for row in some]), np.uint8).reshape(len(some), -1)
-                sums = record_sums(records, digests, kind)
+                sums = checksums(records, digests, kind)
                 write.rows += [row._replace(record_sum=bytes(found)) for row, found in zip(some, sums, strict=True)]
         return not write.is_cancelled
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write
 from raydix.actors.tiers.due_prefixes import DuePrefixes
 from raydix.actors.tiers.job_threads import Ended
@@ -118,7 +117,7 @@ class DiskWrites:
         self._after_writes: list[Callable[[], object]] = []
         self._records: dict[Tier, PageRecords] = {}
         self._strides: dict[Kind, int] = {}
-        self.on_end: Callable[[DiskError | None], object] = lambda error: None
+        self.on_end: Callable[[Exception | None], object] = lambda error: None
 
     # ---------------------------------------------------------------- prefixes that are due
 

@@ -1,4 +1,4 @@
-"""`LoadingTier`, `KeepingTier`: what the cache needs of the places below its pool."""
+"""`LoadingTier`, `KeepingTier`: the places below a pool, as the cache uses them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from raydix.cache_core.tiers.writes import Writes
 class LoadingTier(Protocol):
     """A place below the pool from which requests load.
 
-    Its `Readable` may answer only of prefixes that it knows in the step of the question. What it learns in a later turn
-    of the loop, it tells by the end of a load, which has published fewer tokens than were asked for.
+    A place may know its prefixes only in a later turn of the loop. Its `Readable` then returns the longest prefix that
+    it may have, and the load ends with the tokens that were there: the next place is asked for the others.
     """
 
     @property

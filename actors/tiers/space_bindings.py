@@ -74,7 +74,7 @@ class SpaceBindings:
         do: Callable[[Task], Awaitable[Any]],
         run: Callable[[Coroutine[Any, Any, None]], object],
         on_change: Callable[[], object],
-        on_error: Callable[[DiskError], object],
+        on_error: Callable[[Exception], object],
         state: Callable[[], str],
     ) -> None:
         self._spaces = spaces
@@ -142,7 +142,7 @@ class SpaceBindings:
     def built(self) -> asyncio.Future[None] | None:
         """Return the future that ends when all pages of the models that are bound can be found.
 
-        None: they can, or there is no disk to read. Others may wait for it, too.
+        None: they can, or there is no disk to read. It is shared: shield it.
         """
         if not self.may_find_more:
             return None

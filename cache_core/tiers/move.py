@@ -1,4 +1,4 @@
-"""`Move`: a range of pages that is copied from one tier to another, and what holds both ends."""
+"""`Move`: a range of pages that is copied from one tier to another, and the locks at both ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Tier`: one pool of KV with its cache. `Readable`: what a load needs of the place that it reads."""
+"""`Tier`: one pool of KV with its cache. `Readable`: a place that loads read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Lock(Protocol):
 
 
 class Source(NamedTuple):
-    """A cached prefix whose pages are locked, to be read.
+    """A cached prefix with locked pages, to be read.
 
     Attributes:
         lock: for `Readable.unlock`.
@@ -61,7 +61,7 @@ class Readable(Protocol):
         """Lock the cached prefix of a request's key, at most `limit` tokens, and note its use."""
 
     def unlock(self, lock: Lock) -> None:
-        """Unlock a prefix, whose pages are no longer read."""
+        """Unlock a prefix: its pages are no longer read."""
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class Tier:
         return Source(lease, stop, lease.starts, live_from, windows, cache.tree.state_at(lease.node))
 
     def unlock(self, lock: Lock) -> None:
-        """Unlock a prefix, whose pages are no longer read."""
+        """Unlock a prefix: its pages are no longer read."""
         assert isinstance(lock, LeaseRecord), "a tier locks by leases"
         self.num_unlocks += 1
         self.cache.end_quietly(lock, is_use=True)

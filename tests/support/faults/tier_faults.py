@@ -11,7 +11,6 @@ from support.faults.faults import Catalogue, Patch, around
 
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.tiers import disk_store
-from raydix.actors.tiers.disk_deletions import DiskDeletions
 from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_index import DiskIndex
 from raydix.actors.tiers.disk_store import DiskStore
@@ -19,6 +18,7 @@ from raydix.actors.tiers.disk_writer import DiskWriter, Write, _Steps
 from raydix.actors.tiers.disk_writes import DiskWrites
 from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.space_bindings import SpaceBindings
+from raydix.actors.tiers.space_deletions import SpaceDeletions
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import TIERS
@@ -184,12 +184,12 @@ def a_retirement_does_not_reach_the_disk(patch: Patch) -> None:
 
 @late_disk_fault
 def a_retirement_is_answered_before_it_is_committed(patch: Patch) -> None:
-    around(patch, DiskDeletions, "future", lambda original, self: None)
+    around(patch, SpaceDeletions, "future", lambda original, self: None)
 
 
 @late_disk_fault
 def a_retirement_that_failed_is_forgotten(patch: Patch) -> None:
-    around(patch, DiskDeletions, "_end", lambda original, self, numbers, done: original(self, numbers, Ended()))
+    around(patch, SpaceDeletions, "_end", lambda original, self, numbers, done: original(self, numbers, Ended()))
 
 
 @disk_fault

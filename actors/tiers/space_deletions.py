@@ -1,4 +1,4 @@
-"""`DiskDeletions`: the deletions of retired spaces from a disk's index, and the futures that end with their commits."""
+"""`SpaceDeletions`: the deletions of retired spaces from a disk's index, and the futures that end with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IsMeant = Callable[[str | None], bool]  # whether a namespace is retired
 _MOST_NAMED = 1024  # retirements before the index was read that are kept by name; one more means all namespaces
 
 
-class DiskDeletions:
+class SpaceDeletions:
     """Deletes spaces in the order of their retirements, and tries again until that is committed.
 
     Retirements that come before the index was read are predicates, until `begin` finds their spaces. A disk that cannot
@@ -61,7 +61,7 @@ class DiskDeletions:
     def future(self) -> asyncio.Future[None] | None:
         """Return the future that ends when all retirements so far are committed: no crash can undo them then.
 
-        None: they are. Others may wait for it, too, so it must be shielded.
+        None: they are. It is shared: shield it.
         """
         if self._before:
             if self._future_before is None:

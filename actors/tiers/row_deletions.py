@@ -1,4 +1,4 @@
-"""`LeavingRows`: the deletion of the rows of records that a disk tier has evicted."""
+"""`RowDeletions`: the deletion of the rows of records that a disk tier has evicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _DELETED_AT_ONCE = 1024  # rows that one commit deletes
 
 
-class LeavingRows:
+class RowDeletions:
     """Deletes the rows of records that are leaving. A record can be used again when that is committed.
 
     Args:
