@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.schemas import NamespaceStats, unframe_namespace
 
 _KEPT = 256  # namespaces after a fold; up to twice as many before it
@@ -13,7 +12,7 @@ _KEPT = 256  # namespaces after a fold; up to twice as many before it
 _Counts = list[int]  # requests, tokens requested, tokens reused, tokens refused, tokens loaded
 
 
-class NamespaceUse:
+class NamespaceUse(RequestObserver):
     """Counts requests and hits (`RequestObserver`) of the largest namespaces, and of all others together.
 
     Attributes:
@@ -53,9 +52,6 @@ class NamespaceUse:
             counts = self._counts[key.extra_key] = [0] * 5
         return counts
 
-    def published(self, lease: LeaseRecord) -> None:
-        """Do nothing."""
-
     def ended(self, lease: LeaseRecord) -> None:
         """Take back the count of a request that begins again: its lease was not handed out."""
         if lease.filling_for and not lease.resumed:
@@ -65,9 +61,6 @@ class NamespaceUse:
             counts[2] -= lease.prefix_len
             counts[4] -= lease.loaded_len
             self.tokens_loaded -= lease.loaded_len
-
-    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Do nothing: earlier hits still count."""
 
     def stats(self, most: int) -> tuple[NamespaceStats, ...]:
         """Return the counts of the `most` namespaces with the most tokens, then the sums of all others."""

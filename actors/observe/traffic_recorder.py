@@ -9,10 +9,11 @@ from pathlib import Path
 from raydix.actors.observe.trace_writer import Recorded, TrafficWriter
 from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.schemas import InvalidRequest, RecordingStatus, StartRecording
 
 
-class TrafficRecorder:
+class TrafficRecorder(RequestObserver):
     """Records requests (`RequestObserver`): each acquired prompt, and the number of tokens published after it.
 
     It costs the cache a microsecond per request; the writer's thread hashes and writes.
@@ -51,9 +52,6 @@ class TrafficRecorder:
         if not lease.resumed and (since := self._since_begun()) is not None:
             self._open[lease] = since, lease.key
 
-    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """Do nothing: a recording has requests, not hits."""
-
     def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
         """Record a request that can never fit. Callers repeat other refused requests."""
         if not can_ever_fit and (since := self._since_begun()) is not None:
@@ -67,9 +65,6 @@ class TrafficRecorder:
         self._num_begun += 1
         return since
 
-    def published(self, lease: LeaseRecord) -> None:
-        """Do nothing: the lease has its length at its end."""
-
     def ended(self, lease: LeaseRecord) -> None:
         """Write a request that has ended. One that begins again is noted then: its lease was not handed out."""
         if (begun := self._open.pop(lease, None)) is None:
@@ -78,9 +73,6 @@ class TrafficRecorder:
             self._num_begun -= 1
         else:
             self._writer.take(_recorded(lease, *begun))
-
-    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Do nothing."""
 
     def finish(self) -> RecordingStatus:
         """Write the file, with open requests as they are now. Waits for the disk: call it in a thread.

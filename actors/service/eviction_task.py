@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from raydix.actors.tiers.tier_manager import Progress
+from raydix.actors.tiers.host_tier import Progress
 from raydix.schemas import EvictionConfig, EvictionTaskStats
 
 logger = logging.getLogger(__name__)
@@ -148,6 +148,11 @@ class EvictionTask:
         self._wake.set()
         if not self.enabled:
             self._start()
+
+    def wake_if_pressed(self) -> None:
+        """Evict soon if a pool is below its floor: more may be evictable than before."""
+        if any(gauge.is_pressed() for gauge in self._gauges):
+            self.wake()
 
     def note_pressure(self) -> None:
         """Wake the task, because slots run short.

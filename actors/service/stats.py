@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from raydix.actors.tiers.tier_manager import TierManager
+from raydix.actors.tiers.host_tier import HostTier
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.kernels import CORE
@@ -67,13 +67,13 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
     }
 
 
-def tier_stats(tiers: TierManager, num_loading: int) -> TierStats:
+def tier_stats(host: HostTier, num_loading: int) -> TierStats:
     """Return the statistics of the tier below the pool.
 
     Args:
         num_loading: requests that wait for a load, or for the end of writes.
     """
-    below, counts, copier = tiers.moves.lower.cache, tiers.moves.counts, tiers.copier
+    below, copier, loads_of, writes_of = host.tier.cache, host.copier, host.loads.moves.counts, host.writes.counts
     copies: dict[str, Any] = {}
     if copier is not None:
         loads, writes = copier.counts(loads=True), copier.counts(loads=False)
@@ -90,20 +90,20 @@ def tier_stats(tiers: TierManager, num_loading: int) -> TierStats:
     slots = _pool_stats(below.sizes_of("slots"), below.counters.tokens_evicted)
     assert slots is not None
     return TierStats(
-        state=tiers.state,
-        pinned=tiers.pinned,
-        policy=tiers.config.policy,
+        state=host.state,
+        pinned=host.pinned,
+        policy=host.config.policy,
         slots=slots,
         swa=_pool_stats(below.swa_sizes(), below.counters.window_slots_evicted),
         states=_pool_stats(below.state_sizes(), below.counters.states_evicted),
-        tokens_written=counts.written,
-        tokens_loaded=counts.loaded,
-        tokens_loaded_unused=counts.loaded_unused,
-        tokens_dropped=counts.dropped,
-        tokens_failed=counts.failed,
-        writes_refused=counts.writes_refused,
-        states_not_published=counts.states_not_published,
-        moves_in_flight=len(tiers.moves.in_flight),
+        tokens_written=writes_of.written,
+        tokens_loaded=loads_of.loaded,
+        tokens_loaded_unused=loads_of.loaded_unused,
+        tokens_dropped=writes_of.dropped,
+        tokens_failed=loads_of.failed + writes_of.failed,
+        writes_refused=writes_of.writes_refused,
+        states_not_published=loads_of.states_not_published,
+        moves_in_flight=len(host.loads.moves.in_flight) + len(host.writes.in_flight),
         loading_requests=num_loading,
         **copies,
     )
@@ -121,8 +121,8 @@ def disk_stats(disk: DiskTier, num_unbound: int) -> DiskTierStats:
     windows = _pool_stats(cache.swa_sizes(), cache.counters.window_slots_evicted)
     states = _pool_stats(cache.state_sizes(), cache.counters.states_evicted)
     assert slots is not None
-    in_flight = [move for moves in disk.all_moves for move in moves.in_flight]
-    moves, writes = counts.moves, counts.writes
+    loads_of, writes = disk.loads.moves, counts.writes
+    num_writes = sum(len(some.in_flight) for some in disk.all_writes)
     dropped = {"queue_full": writes.due_dropped, "left_memory": writes.due_gone, "no_room": writes.no_room}
     return DiskTierStats(
         state=counts.state,
@@ -135,20 +135,20 @@ def disk_stats(disk: DiskTier, num_unbound: int) -> DiskTierStats:
         due_prefixes=counts.num_due,
         pages_used=counts.num_uses,
         pages_refused=counts.num_first_uses,
-        tokens_written=moves.written,
-        tokens_loaded=moves.loaded,
-        tokens_loaded_unused=moves.loaded_unused,
-        tokens_dropped=moves.dropped,
-        tokens_failed=moves.failed,
-        writes_refused=moves.writes_refused,
-        states_not_published=moves.states_not_published,
+        tokens_written=sum(some.counts.written for some in disk.all_writes),
+        tokens_loaded=loads_of.counts.loaded,
+        tokens_loaded_unused=loads_of.counts.loaded_unused,
+        tokens_dropped=sum(some.counts.dropped for some in disk.all_writes),
+        tokens_failed=loads_of.counts.failed + sum(some.counts.failed for some in disk.all_writes),
+        writes_refused=sum(some.counts.writes_refused for some in disk.all_writes),
+        states_not_published=loads_of.counts.states_not_published,
         writes=_without_zeros({"committed": writes.num_writes, "failed": writes.num_failed}),
         prefixes_dropped=_without_zeros(dropped),
         last_error=counts.last_error or None,
         written_bytes=writes.num_bytes,
         written_bytes_day=counts.day_bytes,
-        moves_in_flight=len(in_flight),
-        loads_in_flight=sum(move.is_load for move in in_flight),
+        moves_in_flight=len(loads_of.in_flight) + num_writes,
+        loads_in_flight=len(loads_of.in_flight),
         loaded_bytes=counts.loaded_bytes,
         load_s=counts.load_s,
         queued_bytes=counts.queued_bytes,

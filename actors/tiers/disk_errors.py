@@ -4,6 +4,7 @@ DiskError
 ├── DiskFull        the file system has no room
 ├── DiskFailed      a call of the operating system failed, or a device did
 ├── ShortTransfer   fewer bytes were read or written than asked for
+├── RecordDamaged   the checksum of a record does not match
 ├── IndexDamaged    the index is no database, or a malformed one
 └── FolderInUse     another process has the folder
 """
@@ -39,7 +40,7 @@ class ShortTransfer(DiskError):
 
 
 class RecordDamaged(DiskError):
-    """Records have not the sums of their pages: they are torn, zeroed, flipped or of other pages.
+    """The checksums of records do not match: they are torn, zeroed, flipped or of other pages.
 
     Attributes:
         kind: of the records.

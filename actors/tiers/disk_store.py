@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raydix.actors.tiers.checksums import DIGEST_BYTES, SUM_BYTES, are_right
 from raydix.actors.tiers.disk_errors import DiskError, IndexDamaged, RecordDamaged
 from raydix.actors.tiers.disk_folder import PREDECESSOR_S, RECORDS, DiskFolder
 from raydix.actors.tiers.disk_index import INDEX, DiskIndex, IndexLayout, index_bytes, log_bytes
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.record_file import DirectIO, RecordFile, Rows, stride_of
-from raydix.actors.tiers.record_sums import DIGEST_BYTES, SUM_BYTES, are_right
 from raydix.cache_core import RecordLayout
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import KINDS, Kind
@@ -86,7 +86,6 @@ class DiskStore:
     Attributes:
         folder, index: of the store.
         files: of its records, by kind.
-        was_damaged: whether the index was damaged and a new one was made, so that the store is empty.
 
     Raises:
         FolderInUse: another process has the folder.
@@ -114,7 +113,6 @@ class DiskStore:
         }
         room = index_room(layout)
         self._index_layout, self._room, self._calls = index_layout, room, calls
-        self.was_damaged = False
         self._damaged: deque[tuple[Kind, int]] = deque()
         self._unread: deque[Unread] = deque()
         self._num_good = 0  # reads that were right; of two at the same time, one may be counted
@@ -163,7 +161,6 @@ class DiskStore:
         return row.kind in self._digests and row.record < len(self._digests[row.kind])
 
     def _renew_index(self, last_space: int) -> None:
-        self.was_damaged = True
         DiskIndex.discard(self.folder.path, self.folder.fd)
         self.index = DiskIndex(
             self.folder.path,
@@ -195,7 +192,7 @@ class DiskStore:
             rows: of aligned memory, one for each number.
 
         Raises:
-            RecordDamaged: some have not the sums of their pages.
+            RecordDamaged: the checksums of some do not match.
             DiskError: they could not be read.
         """
         file = self.files[kind]

@@ -19,6 +19,7 @@ import numpy as np
 from raydix.cache_core.ghost.prefix_hashes import PrefixHasher
 from raydix.cache_core.ghost.reuse_stack import Depths, Group, ReuseStack
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.cache_core.tree.radix_key import RadixKey
 
 _QUEUED_TOKENS = 65_536  # processed together
@@ -43,7 +44,7 @@ class _Use:
     places: list[int] | None = None  # positions of `pages` in the prefix
 
 
-class GhostCurve:
+class GhostCurve(RequestObserver):
     """A `RequestObserver` that estimates the hit rates of caches of other sizes.
 
     Requests are queued, and processed many at a time. Memory is bounded: 200 bytes for each of `max_pages`, the keys in
@@ -98,9 +99,6 @@ class GhostCurve:
         """Count tokens that are no hits of the curve: it is of pools without a tier below."""
         if not lease.resumed:
             self.tokens_loaded += num_tokens
-
-    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """Do nothing: a refused request is in no hit rate."""
 
     def published(self, lease: LeaseRecord) -> None:
         """Store the pages that a lease publishes first; `ended` stores the pages that it publishes later.

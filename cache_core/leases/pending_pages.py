@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.tree.hashing import hash_pages, namespace_seed
 from raydix.cache_core.tree.page_events import Hashes, SlimEventSink
@@ -22,7 +23,7 @@ class _Promise(NamedTuple):
     hashes: list[int]
 
 
-class PendingPages:
+class PendingPages(RequestObserver):
     """Publishes the pages of open leases as pending, until they are published or the lease ends.
 
     A `RequestObserver`. A lease has pending pages for its tokens behind the cached prefix: whole pages, at the ends of
@@ -71,12 +72,6 @@ class PendingPages:
             self._counts[page] = self._counts.get(page, 0) + 1
         if new:
             self._sink.pending(np.array(new, np.int64))
-
-    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """Do nothing: the loaded pages were published as stored before."""
-
-    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """Do nothing: a refused request has no lease."""
 
     def published(self, lease: LeaseRecord) -> None:
         """End the pages that a lease has published. They were published as stored before."""

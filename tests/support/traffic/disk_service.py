@@ -90,7 +90,7 @@ class DiskServiceTraffic(ServiceTraffic):
     def make(self) -> DiskService:
         self.calls = FaultyFileCalls()
         cache = DiskService(self.shape.config_at(self.path), self.calls)
-        cache.disk._clock = cache.disk.loads._clock = self.now
+        cache.disk.work._clock = cache.disk.loads._clock = self.now
         return cache
 
     def now(self) -> float:
@@ -283,8 +283,8 @@ class DiskServiceTraffic(ServiceTraffic):
         """Count what a life has done."""
         stats = self.cache.disk.stats()
         self.done["damaged"] += stats.num_damaged
-        self.done["written to the disk"] += stats.moves.written
-        self.done["loaded from the disk"] += stats.moves.loaded
+        self.done["written to the disk"] += sum(writes.counts.written for writes in self.cache.disk.all_writes)
+        self.done["loaded from the disk"] += self.cache.disk.loads.moves.counts.loaded
 
     def end_copies(self) -> None:
         super().end_copies()

@@ -1,4 +1,4 @@
-"""`DiskDeletions`: the deletions of retired spaces from a disk's index, and the futures that end with their commits."""
+"""`SpaceDeletions`: the deletions of retired spaces from a disk's index, and the futures that end with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from functools import partial
 
 from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter, Done
+from raydix.actors.tiers.disk_writer import DiskWriter
+from raydix.actors.tiers.job_threads import Ended
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ IsMeant = Callable[[str | None], bool]  # whether a namespace is retired
 _MOST_NAMED = 1024  # retirements before the index was read that are kept by name; one more means all namespaces
 
 
-class DiskDeletions:
+class SpaceDeletions:
     """Deletes spaces in the order of their retirements, and tries again until that is committed.
 
     Retirements that come before the index was read are predicates, until `begin` finds their spaces. A disk that cannot
@@ -60,7 +61,7 @@ class DiskDeletions:
     def future(self) -> asyncio.Future[None] | None:
         """Return the future that ends when all retirements so far are committed: no crash can undo them then.
 
-        None: they are. Others may wait for it, too, so it must be shielded.
+        None: they are. It is shared: shield it.
         """
         if self._before:
             if self._future_before is None:
@@ -112,7 +113,7 @@ class DiskDeletions:
             meant = list(self.waiting)
             self._writer.submit(lambda store: store.index.delete_spaces(meant), partial(self._end, meant))
 
-    def _end(self, numbers: list[int], done: Done) -> None:
+    def _end(self, numbers: list[int], done: Ended) -> None:
         self._is_deleting = False
         self._on_error(done.error)
         if done.error is not None:
@@ -135,7 +136,7 @@ class DiskDeletions:
             self._is_cleaning = True
             self._writer.submit(lambda store: store.index.clean(), self._end_cleaning)
 
-    def _end_cleaning(self, done: Done) -> None:
+    def _end_cleaning(self, done: Ended) -> None:
         self._is_cleaning = False
         self._on_error(done.error)
         if done.error is not None and not self._is_closed:
@@ -181,7 +182,7 @@ class DiskDeletions:
 
         writer.submit(delete, self._end_last)
 
-    def _end_last(self, done: Done) -> None:
+    def _end_last(self, done: Ended) -> None:
         if done.error is not None:
             logger.warning("a retirement is not on the disk: %s", done.error)
             return

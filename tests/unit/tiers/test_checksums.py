@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from raydix.actors.tiers.record_sums import are_right, record_sums
+from raydix.actors.tiers.checksums import are_right, checksums
 
 Bytes = NDArray[np.uint8]
 
@@ -20,7 +20,7 @@ def some(number: int, num_bytes: int, seed: int = 0) -> Bytes:
 @pytest.mark.parametrize("num_bytes", [1, 30, 241, 513])
 def test_each_flipped_bit_of_a_record_is_found(num_bytes: int) -> None:
     record, digest = some(1, num_bytes), some(1, 32, seed=1)
-    right = record_sums(record, digest, "full")
+    right = checksums(record, digest, "full")
     flips = np.eye(8 * num_bytes, dtype=np.uint8)
     flipped = np.packbits(np.unpackbits(record) ^ flips, axis=1)
 
@@ -31,7 +31,7 @@ def test_each_flipped_bit_of_a_record_is_found(num_bytes: int) -> None:
 
 def test_each_flipped_bit_of_the_digest_or_of_the_sum_is_found() -> None:
     record, digest = some(1, 300), some(1, 32, seed=1)
-    right = record_sums(record, digest, "full")
+    right = checksums(record, digest, "full")
 
     digests = np.packbits(np.unpackbits(digest) ^ np.eye(256, dtype=np.uint8), axis=1)
     records = np.repeat(record, 256, 0)
@@ -46,15 +46,13 @@ def test_equal_bytes_of_another_page_or_kind_are_refused(place: int) -> None:
     digest, other = some(1, 32), some(1, 32)
     other[0, place] ^= 1
 
-    sums = [
-        record_sums(record, pages, kind).tobytes() for pages in (digest, other) for kind in ("full", "swa", "state")
-    ]
+    sums = [checksums(record, pages, kind).tobytes() for pages in (digest, other) for kind in ("full", "swa", "state")]
     assert all(one != another for one, another in combinations(sums, 2))
 
 
 def test_torn_zeroed_and_swapped_records_are_found() -> None:
     records, digests = some(8, 9000), some(8, 32, seed=1)
-    sums = record_sums(records, digests, "full")
+    sums = checksums(records, digests, "full")
     found = records.copy()
     found[1, 4096:8192] = records[2, 4096:8192]  # a block of another record
     found[3, 512:] = 0
@@ -66,21 +64,21 @@ def test_torn_zeroed_and_swapped_records_are_found() -> None:
 
 def test_the_padding_of_a_file_is_not_summed() -> None:
     rows, digests = some(3, 4096), some(3, 32, seed=1)
-    sums = record_sums(rows[:, :700], digests, "state")
+    sums = checksums(rows[:, :700], digests, "state")
     rows[:, 700:] = 7
 
     assert are_right(rows[:, :700], digests, sums, "state").all()
-    assert (record_sums(np.ascontiguousarray(rows[:, :700]), digests, "state") == sums).all()
+    assert (checksums(np.ascontiguousarray(rows[:, :700]), digests, "state") == sums).all()
 
 
 def test_no_records_have_no_sums() -> None:
-    assert record_sums(some(0, 9), some(0, 32), "full").shape == (0, 16)
+    assert checksums(some(0, 9), some(0, 32), "full").shape == (0, 16)
     with pytest.raises(ValueError, match=r"digests must be \[2, 32\], not \[1, 32\]"):
-        record_sums(some(2, 9), some(1, 32), "full")
+        checksums(some(2, 9), some(1, 32), "full")
 
 
 def test_sums_are_those_of_the_format() -> None:
     """Records of earlier versions must stay readable."""
     record, digest = np.arange(200, dtype=np.uint8)[None], np.arange(32, dtype=np.uint8)[None]
 
-    assert record_sums(record, digest, "full").tobytes().hex() == "b0f1440ddf3b23facbc9711ba4a299f5"
+    assert checksums(record, digest, "full").tobytes().hex() == "b0f1440ddf3b23facbc9711ba4a299f5"
