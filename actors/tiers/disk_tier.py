@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -28,7 +27,7 @@ from raydix.actors.tiers.disk_layout import index_layout, record_bytes
 from raydix.actors.tiers.disk_readers import DiskReaders
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Done
-from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWriteCounts, DiskWrites, Source
+from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWrites, Source
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.last_day import LastDay
 from raydix.actors.tiers.leaving_rows import LeavingRows, delete_rows
@@ -36,18 +35,19 @@ from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.record_file import stride_of
 from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.actors.tiers.tier_loads import TierLoads
+from raydix.actors.tiers.tier_stats import disk_pools, move_stats, without_zeros
 from raydix.actors.transport.pool_shapes import layout_below
 from raydix.cache_core import KVCache, KVPool, RadixKey, RecordPool
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 from raydix.cache_core.tiers.disk_spaces import DiskSpaces, Models
 from raydix.cache_core.tiers.index_row import FIRST, RowPlace
-from raydix.cache_core.tiers.moves import Finished, MoveCounts, Moves
+from raydix.cache_core.tiers.moves import Finished, Moves
 from raydix.cache_core.tiers.page_records import Kind
 from raydix.cache_core.tiers.record_keeper import Numbers, RecordKeeper
 from raydix.cache_core.tiers.second_use import SecondUse
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tiers.use_counter import UseCounter
-from raydix.schemas import CacheConfig, CacheUnavailable
+from raydix.schemas import CacheConfig, CacheUnavailable, DiskTierStats
 from raydix.schemas.config import TierSizes
 from raydix.schemas.shown import counted
 
@@ -58,36 +58,6 @@ _RECORDS_AT_ONCE = 2048  # rows of which one task of the writer reads the record
 _FREED_AT_ONCE = 1024  # deleted spaces of which one slice frees the records
 _EVICTED_AT_ONCE = 256  # records of a kind that one slice evicts: 0.5 ms
 _FREE_SHARE = 0.01  # of the records, kept free
-
-
-@dataclass(slots=True)
-class DiskStats:
-    """The counts of a disk tier. Tokens, unless they say otherwise."""
-
-    state: str = ""
-    num_slots: int = 0
-    free: int = 0
-    cached: int = 0
-    dormant: int = 0  # kept on the disk, of models that are not bound
-    leaving: int = 0  # of which the rows are being deleted
-    num_spaces: int = 0
-    num_due: int = 0  # prefixes that wait to be written
-    moves: MoveCounts = field(default_factory=MoveCounts)  # sums over all sources
-    writes: DiskWriteCounts = field(default_factory=DiskWriteCounts)
-    num_uses: int = 0  # pages
-    num_first_uses: int = 0  # pages that `admit` refused
-    loaded_bytes: int = 0
-    load_s: float = 0.0
-    queued_bytes: int = 0  # of loads
-    num_late: int = 0  # loads
-    num_stalls: int = 0
-    num_damaged: int = 0  # records that had not the sum of their page
-    num_failed: int = 0  # reads of records that failed
-    error_s: float | None = None  # seconds since the last one; None: none did
-    last_error: str = ""  # of a write or a read
-    bad_rows: int = 0  # of the index, and spaces, that were none of its format
-    day_bytes: int = 0  # bytes written in the last 24 hours
-    uncommitted_s: float = 0.0  # seconds since a retirement began that is not committed yet; 0: there is none
 
 
 class DiskTier:
@@ -244,36 +214,39 @@ class DiskTier:
             return False
         return bool(self._is_scheduled or self._tasks or self.loads.has_any or not self.writes.is_idle)
 
-    def stats(self) -> DiskStats:
-        """Return the counts."""
-        cache, keeper, moves = self.tier.cache, self.keepers.get("full"), MoveCounts()
-        for some in self.all_moves:
-            for name in MoveCounts.__slots__:
-                setattr(moves, name, getattr(moves, name) + getattr(some.counts, name))
-        return DiskStats(
+    def stats(self, num_unbound: int = 0) -> DiskTierStats:
+        """Return the statistics.
+
+        Args:
+            num_unbound: namespaces without models in which pages were published.
+        """
+        cache, writes = self.tier.cache, self.writes.counts
+        dropped = {"queue_full": writes.due_dropped, "left_memory": writes.due_gone, "no_room": writes.no_room}
+        return DiskTierStats(
             state=self.state,
-            num_slots=cache.num_slots,
-            free=cache.free_slots,
-            cached=cache.total_size(),
-            dormant=0 if keeper is None else keeper.num_dormant * self._page,
-            leaving=0 if keeper is None else keeper.num_leaving * self._page,
+            admit=self.config.admit,
+            **disk_pools(cache, self.keepers),
+            **move_stats(self.all_moves),
             num_spaces=len(self.spaces),
-            num_due=self.writes.num_due,
-            moves=moves,
-            writes=self.writes.counts,
-            num_uses=0 if self.uses is None else self.uses.num_uses,
-            num_first_uses=0 if self.uses is None else self.uses.num_first_uses,
+            unbound_namespaces=num_unbound,
+            due_prefixes=self.writes.num_due,
+            pages_used=0 if self.uses is None else self.uses.num_uses,
+            pages_refused=0 if self.uses is None else self.uses.num_first_uses,
+            writes=without_zeros({"committed": writes.num_writes, "failed": writes.num_failed}),
+            prefixes_dropped=without_zeros(dropped),
+            last_error=self._last_error or None,
+            written_bytes=writes.num_bytes,
+            written_bytes_day=self._last_day.total,
+            loads_in_flight=sum(move.is_load for moves in self.all_moves for move in moves.in_flight),
             loaded_bytes=self.readers.num_bytes,
             load_s=self.readers.seconds,
             queued_bytes=self.readers.queued_bytes,
-            num_late=self.loads.num_late,
-            num_stalls=self.loads.num_stalls,
-            num_damaged=self.readers.num_damaged,
-            num_failed=self.readers.num_failed,
-            error_s=self.readers.error_s,
-            last_error=self._last_error,
+            loads_late=self.loads.num_late,
+            stalls=self.loads.num_stalls,
+            damaged_records=self.readers.num_damaged,
+            failed_reads=self.readers.num_failed,
+            read_error_s=self.readers.error_s,
             bad_rows=0 if self._store is None else self._store.num_bad_rows,
-            day_bytes=self._last_day.total,
             uncommitted_s=self.deletions.uncommitted_s,
         )
 

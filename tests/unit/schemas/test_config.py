@@ -572,6 +572,7 @@ DEFAULTS[8] = DEFAULTS[7]
 DEFAULTS[9] = DEFAULTS[8] | {
     DiskConfig: {name: value for name, value in DEFAULTS[8][DiskConfig].items() if name != "fingerprint"}
 }
+DEFAULTS[10] = DEFAULTS[9]
 
 
 def test_a_default_that_changes_gets_a_new_protocol_number() -> None:
