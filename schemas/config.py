@@ -302,16 +302,11 @@ class HostConfig(_Config):
         default=None, gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's"
     )
     policy: Policy = Field(default="2q", description="which unlocked leaf of the tier is evicted first")
-    admit: Literal["all", "second_use"] = Field(
-        default="all",
-        description="which KV is written. all: the KV that is evicted next; second_use: a page at its second use",
-    )
     reserve: float = Field(
         default=0.2,
         gt=0,
         lt=1,
-        description="admit='all': share of the pool that the background task keeps free or written: the KV that is "
-        "evicted next",
+        description="share of the pool that the background task keeps free or written: the KV that is evicted next",
     )
     write_mib_s: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit"
@@ -655,10 +650,10 @@ with warnings.catch_warnings():
                 return self
             if self.kind not in ("radix", "mamba"):
                 raise ValueError(f"host is for kinds 'radix' and 'mamba', not {self.kind!r}")
-            if self.pool.has_tensors and self.eviction.high_watermark == 1.0:
+            if self.eviction.high_watermark == 1.0:
                 raise ValueError(
                     "host needs eviction.high_watermark below 1.0: the background task writes KV to the host before it "
-                    "is evicted. Only a cache without tensors takes 1.0"
+                    "is evicted"
                 )
             self._check_slots("host", host)
             return self
@@ -675,13 +670,13 @@ with warnings.catch_warnings():
                     f"disk needs a tier in host memory above it: set pool.device to 'cpu', not {self.pool.device!r}, "
                     "or add CacheConfig.host"
                 )
-            if disk.size is not None and not self.pool.has_tensors:
-                raise ValueError("disk.size is in bytes, and this cache keeps no KV: give disk.num_slots")
             self._check_slots("disk", disk)
             return self
 
         def _check_slots(self, name: str, tier: HostConfig | DiskConfig) -> None:
-            """Raise ValueError if a tier has slots that the cache's kind has not, or no whole pages."""
+            """Raise ValueError if a tier has no KV to keep, slots that the cache's kind has not, or no whole pages."""
+            if not self.pool.has_tensors:
+                raise ValueError(f"{name} keeps KV, and this cache has none: leave it out, or give the pool layers")
             if tier.num_swa_slots is not None and self.sliding_window_size is None:
                 raise ValueError(f"{name}.num_swa_slots needs sliding_window_size: leave it out")
             if tier.num_state_slots is not None and self.kind != "mamba":

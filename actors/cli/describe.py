@@ -45,7 +45,7 @@ def describe(
         head += f"# host tier: {_tier_text(found['host'])}, evicted by {found['host']['policy']}\n"
     if found["disk"]:
         head += f"# disk tier: {_tier_text(found['disk'])}, {_ADMITTED[found['disk']['admit']]}"
-        head += f", in {found['disk']['path']}\n" if found["disk"]["path"] else "\n"
+        head += f", in {found['disk']['path']}\n"
     show(found, as_json, lambda: head + as_yaml(settings).rstrip("\n"))
 
 
@@ -56,5 +56,4 @@ def _tier_text(tier: dict[str, Any]) -> str:
         for field, what in (("num_slots", "slot"), ("num_swa_slots", "window slot"), ("num_state_slots", "state"))
         if tier[field]
     ]
-    parts += [byte_size(tier["num_bytes"])] if tier["num_bytes"] else ["no tensors"]
-    return ", ".join(parts)
+    return ", ".join([*parts, byte_size(tier["num_bytes"])])

@@ -23,11 +23,11 @@ from raydix.schemas.version import how_to_install
 
 if TYPE_CHECKING:
     from raydix.actors.observe.trace import TracedRequest
+    from raydix.actors.replay.instant_tiers import TierConfigs
     from raydix.actors.replay.trace_replay import Replay
-    from raydix.schemas import CacheConfig, CacheStats, DiskConfig, HostConfig
+    from raydix.schemas import CacheConfig, CacheStats
 
 HOST_POLICY = "--host-policy"
-HOST_ADMIT = "--host-admit"
 DISK_CAPACITY = "--disk-capacity"
 DISK_ADMIT = "--disk-admit"
 _NO_BYTES = "a trace does not say how many bytes a token takes"
@@ -60,15 +60,6 @@ def replay(
     host_policies: Annotated[
         list[str] | None,
         typer.Option(HOST_POLICY, metavar="NAME", help="Of that tier, as --policy; repeatable. Default: 2q."),
-    ] = None,
-    host_admits: Annotated[
-        list[str] | None,
-        typer.Option(
-            HOST_ADMIT,
-            metavar="RULE",
-            help="Which pages are written there: all that are evicted, or second_use, at their second use; repeatable. "
-            "Default: all.",
-        ),
     ] = None,
     disk_capacities: Annotated[
         list[str] | None,
@@ -113,26 +104,26 @@ def replay(
     is with `--disk-capacity`, but pages are written at their second use. All of this takes no time. The hit rate then
     has a part that was found in the cache, and a part for each tier.
     """
-    host_rules = {HOST_POLICY: (host_policies, "2q"), HOST_ADMIT: (host_admits, "all")}
-    hosts = _tiers(HOST_OPTION, host_capacities, host_rules, ghost=ghost)
-    disks = _tiers(DISK_CAPACITY, disk_capacities, {DISK_ADMIT: (disk_admits, "second_use")}, ghost=ghost)
+    beside = {"--ghost": ghost, "--ray": on_ray}
+    hosts = _tiers(HOST_OPTION, host_capacities, HOST_POLICY, host_policies, "2q", beside)
+    disks = _tiers(DISK_CAPACITY, disk_capacities, DISK_ADMIT, disk_admits, "second_use", beside)
     requests = requests_of(trace, limit)
     all_capacities, all_page_sizes = capacities or [*map(str, CAPACITIES)], page_sizes or [requests[0].block_size]
-    configs = [
-        checked_config(capacity, policy, page_size, high_watermark, host=host, disk=disk)
-        for capacity, policy, page_size, host, disk in product(
-            all_capacities, policies or ["lru"], all_page_sizes, hosts, disks
-        )
-    ]
+    caches = []
+    for capacity, policy, page_size, host, disk in product(
+        all_capacities, policies or ["lru"], all_page_sizes, hosts, disks
+    ):
+        config = checked_config(capacity, policy, page_size, high_watermark)
+        caches.append((config, _checked_tiers(host, disk, config)))
     if ghost:
         from raydix.schemas import GhostConfig
 
-        configs = [config.model_copy(update={"ghost": GhostConfig()}) for config in configs]
+        caches = [(config.model_copy(update={"ghost": GhostConfig()}), tiers) for config, tiers in caches]
     if plot is not None:
         check_can_plot(plot)
     if on_ray:
         join(address, "raydix")
-    replays = _replay_all(requests, configs, on_ray)
+    replays = _replay_all(requests, caches, on_ray)
     rows = [run.figures() for run in replays]
     if plot is not None:
         _plot(plot, replays, requests)
@@ -140,30 +131,38 @@ def replay(
 
 
 def _tiers(
-    option: str, capacities: list[str] | None, rules: dict[str, tuple[list[str] | None, str]], *, ghost: bool
-) -> Sequence[tuple[str, ...] | None]:
-    """Return the capacity and the rules of each tier of one kind to replay with; None: without one.
+    option: str,
+    capacities: list[str] | None,
+    rule: str,
+    rules: list[str] | None,
+    default: str,
+    beside: dict[str, bool],
+) -> Sequence[tuple[str, str] | None]:
+    """Return the capacity and the rule of each tier of one kind to replay with; None: without one.
 
     Args:
         option: the option with the capacities.
-        rules: option -> its values, such as policies, and its default.
-        ghost: whether other sizes of the pool are to be estimated.
+        rule, rules, default: the option with the rules, such as policies; its values, and its default.
+        beside: whether options are given that do not go with a tier.
 
     Raises:
         CommandError: an option does not go with the others; the message names it.
     """
     if not capacities:
-        for rule, (values, _) in rules.items():
-            if values:
-                raise CommandError(f"{rule} must come with {option}", f"{option} 4x", USAGE)
+        if rules:
+            raise CommandError(f"{rule} must come with {option}", f"{option} 4x", USAGE)
         return [None]
-    if ghost:
+    if beside["--ghost"]:
         raise CommandError(
             f"--ghost does not go with {option}: it estimates caches without a tier below",
             f"replay both sizes: --capacity 1M --capacity 2M {option} {capacities[0]}",
             USAGE,
         )
-    return list(product(capacities, *(values or [default] for values, default in rules.values())))
+    if beside["--ray"]:
+        raise CommandError(
+            f"--ray does not go with {option}: the tiers of a replay are in this process", "leave --ray out", USAGE
+        )
+    return list(product(capacities, rules or [default]))
 
 
 def requests_of(trace: Path, limit: int | None) -> list[TracedRequest]:
@@ -186,15 +185,11 @@ def checked_config(
     page_size: int,
     high_watermark: float = 1.0,
     command: str = "replay",
-    host: tuple[str, ...] | None = None,
-    disk: tuple[str, ...] | None = None,
 ) -> CacheConfig:
     """Return the configuration of an index-only cache; its capacity is rounded down to whole pages.
 
     Args:
         command: it has the arguments.
-        host: the capacity, the policy and the rule of admission of its host tier; None: it has none.
-        disk: the capacity and the rule of admission of its disk tier; None: it has none.
 
     Raises:
         CommandError: an argument of `command` is wrong; the message names it.
@@ -205,45 +200,36 @@ def checked_config(
     from raydix.actors.replay.trace_replay import index_config
 
     num_slots = tokens_of(capacity, page_size)
-    host_tier = None if host is None else _checked_host(*host, pool_slots=num_slots, page_size=page_size)
-    disk_tier = None if disk is None else _checked_disk(*disk, pool_slots=num_slots, page_size=page_size)
     try:
-        return index_config(
-            num_slots,
-            page_size=page_size,
-            policy=policy,
-            high_watermark=high_watermark,
-            host=host_tier,
-            disk=disk_tier,
-        )
+        return index_config(num_slots, page_size=page_size, policy=policy, high_watermark=high_watermark)
     except ValidationError as error:
         raise wrong_option(error, command, {}) from None
 
 
-def _checked_host(capacity: str, policy: str, admit: str, *, pool_slots: int, page_size: int) -> HostConfig:
-    """Return the configuration of a host tier; its capacity is rounded down to whole pages."""
+def _checked_tiers(host: tuple[str, str] | None, disk: tuple[str, str] | None, config: CacheConfig) -> TierConfigs:
+    """Return the configurations of the tiers below a cache; their capacities are rounded down to whole pages.
+
+    Args:
+        host: the capacity and the policy of the host tier; None: there is none.
+        disk: the capacity and the rule of admission of the disk tier; None: there is none.
+    """
     from pydantic import ValidationError
 
+    from raydix.actors.replay.instant_tiers import TierConfigs
+    from raydix.actors.replay.trace_replay import index_disk
     from raydix.schemas import HostConfig
 
-    num_slots = _tier_tokens(capacity, HOST_OPTION, pool_slots, page_size)
+    host_tier = disk_tier = None
     try:
-        return HostConfig.model_validate({"num_slots": num_slots, "policy": policy, "admit": admit})
+        if host is not None:
+            num_slots = _tier_tokens(host[0], HOST_OPTION, config.pool.num_slots, config.page_size)
+            host_tier = HostConfig.model_validate({"num_slots": num_slots, "policy": host[1]})
+        if disk is not None:
+            num_slots = _tier_tokens(disk[0], DISK_CAPACITY, config.pool.num_slots, config.page_size)
+            disk_tier = index_disk(num_slots, disk[1])
     except ValidationError as error:
-        raise wrong_option(error, "replay", {"policy": HOST_POLICY, "admit": HOST_ADMIT}) from None
-
-
-def _checked_disk(capacity: str, admit: str, *, pool_slots: int, page_size: int) -> DiskConfig:
-    """Return the configuration of a disk tier; its capacity is rounded down to whole pages."""
-    from pydantic import ValidationError
-
-    from raydix.actors.replay.trace_replay import index_disk
-
-    num_slots = _tier_tokens(capacity, DISK_CAPACITY, pool_slots, page_size)
-    try:
-        return index_disk(num_slots, admit)
-    except ValidationError as error:
-        raise wrong_option(error, "replay", {"admit": DISK_ADMIT}) from None
+        raise wrong_option(error, "replay", {"policy": HOST_POLICY, "admit": DISK_ADMIT}) from None
+    return TierConfigs(host_tier, disk_tier)
 
 
 def _tier_tokens(capacity: str, option: str, pool_slots: int, page_size: int) -> int:
@@ -259,21 +245,23 @@ def tokens_of(capacity: str, page_size: int) -> int:
     return read_capacity(capacity, "--capacity").num_tokens(page_size, unknown=_NO_BYTES)
 
 
-def _replay_all(trace: list[TracedRequest], configs: list[CacheConfig], on_ray: bool) -> list[Replay]:
+def _replay_all(
+    trace: list[TracedRequest], caches: list[tuple[CacheConfig, TierConfigs]], on_ray: bool
+) -> list[Replay]:
     """Replay the trace on one cache after another, with a progress bar on stderr."""
     from raydix.actors.replay.trace_replay import replay, series_of
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     replays = []
     with Progress(*columns, console=console(stderr=True)) as bars:
-        for config in configs:
-            name = f"{config.pool.num_slots:,} tokens, {series_of(config)}"
+        for config, tiers in caches:
+            name = f"{config.pool.num_slots:,} tokens, {series_of(config, tiers)}"
             bar = bars.add_task(name, total=len(trace))
 
             def advance(done: int, bar: Any = bar) -> None:
                 bars.update(bar, completed=done)
 
-            replays.append(asyncio.run(replay(trace, config, on_ray=on_ray, progress=advance)))
+            replays.append(asyncio.run(replay(trace, config, tiers, on_ray=on_ray, progress=advance)))
     return replays
 
 
@@ -335,7 +323,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
             ">capacity": f"{row['capacity']:,}",
             "policy": row["policy"],
             ">host": short_count(host["capacity"]),
-            "host policy": host["policy"] if host["admit"] == "all" else f"{host['policy']} {host['admit']}",
+            "host policy": host["policy"],
             **hit_rate,
             ">in cache": percent(row["device_hit_rate_percent"] / 100, 2),
             ">loaded": percent(host["loaded_percent"] / 100, 2),

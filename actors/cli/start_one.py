@@ -88,8 +88,6 @@ def disk_facts(config: CacheConfig, name: str) -> dict[str, Any] | None:
     """Return the sizes of a cache's disk tier, its bytes, its folder and its rule of writes; None: it has none."""
     if config.disk is None:
         return None
-    if not config.pool.has_tensors:
-        return config.disk_sizes()._asdict() | {"num_bytes": 0, "path": None, "admit": config.disk.admit}
     from raydix.actors.tiers.disk_folder import folder_of
     from raydix.actors.tiers.disk_layout import disk_bytes, disk_sizes, index_layout
 

@@ -102,7 +102,7 @@ def start_cache(
     checked_seconds(timeout_s)
     if name is not None:
         checked_name(name)
-    elif config.disk is not None and config.pool.has_tensors:
+    elif config.disk is not None:
         raise InvalidRequest(
             "name must be given for a cache with a disk tier: its folder has that name, and the next cache of that "
             "name finds the KV"
@@ -151,7 +151,7 @@ def start_seconds(config: CacheConfig) -> float:
     from raydix.actors.transport.pool_shapes import layout_of  # imports torch, which other functions do without
 
     disk_s = 0.0
-    if config.disk is not None and config.pool.has_tensors:
+    if config.disk is not None:
         from raydix.actors.tiers.open_disk import start_seconds
 
         disk_s = start_seconds(config)

@@ -1,1 +1,1 @@
-"""Replays of recorded traffic: on real caches, and on a simulated fleet with routers; their plots."""
+"""Replays of recorded traffic: on real caches, with tiers, and on a simulated fleet with routers; their plots."""

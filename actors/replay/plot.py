@@ -63,7 +63,7 @@ def plot(path: Path, replays: Sequence[Replay], trace: Sequence[TracedRequest]) 
 
 def _draw_bars(axes: Any, replays: Sequence[Replay]) -> None:
     rates = [replay.figures()["hit_rate_percent"] for replay in replays]
-    bars = axes.barh([series_of(replay.config) for replay in replays], rates, color=_colours(replays))
+    bars = axes.barh([series_of(replay.config, replay.tiers) for replay in replays], rates, color=_colours(replays))
     axes.bar_label(bars, fmt="%.1f %%", padding=3)
     axes.invert_yaxis()
     axes.set(xlabel="hit rate, %", title=f"Hit rate of {replays[0].config.pool.num_slots:,} tokens")
@@ -73,8 +73,8 @@ def _draw_bars(axes: Any, replays: Sequence[Replay]) -> None:
 def _draw_lines(axes: Any, replays: Sequence[Replay]) -> None:
     for colour, replay in zip(_colours(replays), replays, strict=True):
         axes.plot(replay.config.pool.num_slots, replay.figures()["hit_rate_percent"], "o", color=colour, zorder=3)
-    by_series = sorted(replays, key=lambda replay: series_of(replay.config))
-    groups = groupby(by_series, key=lambda replay: series_of(replay.config))
+    by_series = sorted(replays, key=lambda replay: series_of(replay.config, replay.tiers))
+    groups = groupby(by_series, key=lambda replay: series_of(replay.config, replay.tiers))
     for style, (name, group) in zip(cycle(("-", "--", ":", "-.")), groups, strict=False):
         ordered = sorted(group, key=lambda replay: replay.config.pool.num_slots)
         rates = [replay.figures()["hit_rate_percent"] for replay in ordered]
@@ -93,7 +93,7 @@ def _draw_over_time(axes: Any, replays: Sequence[Replay], trace: Sequence[Traced
     present = np.unique(window)
     for colour, replay in zip(_colours(replays), replays, strict=True):
         rate = 100 * np.bincount(window, weights=replay.reused)[present] / np.bincount(window, weights=prompt)[present]
-        label = f"{replay.config.pool.num_slots:,} tokens, {series_of(replay.config)}"
+        label = f"{replay.config.pool.num_slots:,} tokens, {series_of(replay.config, replay.tiers)}"
         axes.plot((present + 0.5) / _WINDOWS * length, rate, color=colour, label=label)
     axes.set(xlabel="time in the trace, minutes", ylabel="hit rate, %", title="Hit rate over time", ylim=0)
     axes.grid(alpha=0.3)

@@ -1,17 +1,17 @@
 """Replay a trace on index-only caches (`num_layers=0`), to measure the prefill that a cache and its tiers save.
 
 Requests run one at a time, in the order of the trace, and publish their whole prompt. Hits are whole pages: with pages
-of 512 tokens the last, partial block of a prompt is never reused. Tiers below the cache move pages in no time; a disk
-tier is an index without files.
+of 512 tokens the last, partial block of a prompt is never reused. Tiers below the cache have no KV either: see
+`InstantTiers`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.observe.trace import BLOCK
-from raydix.schemas import CacheConfig, CacheStats, DiskConfig, EvictionConfig, HostConfig, PoolConfig, PoolExhausted
+from raydix.actors.replay.instant_tiers import InstantTiers, Moved, TierConfigs
+from raydix.cache_core import KVCache, OutOfSlotsError, RadixKey
+from raydix.schemas import CacheConfig, CacheStats, DiskConfig, EvictionConfig, PoolConfig, PoolExhausted
 
 if TYPE_CHECKING:
     from raydix.actors.client.lease import Lease
     from raydix.actors.observe.trace import TracedRequest
-    from raydix.schemas import DiskTierStats, TierStats
 
 _STEP = 64  # requests between two calls of `progress`
-_FINGERPRINT = "replay"  # names the base of all sessions, as a disk keeps only KV of a known one
+_NO_TIERS = TierConfigs()
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Replay:
     reused: NDArray[np.int64]  # hit tokens of each request
     stats: CacheStats  # counts after the last request
     seconds: float
+    tiers: TierConfigs = _NO_TIERS
+    moved: Mapping[str, Moved] = field(default_factory=dict)  # by the tier's name
 
     def figures(self) -> dict[str, Any]:
         """Return the counts, and the hit rate: reused prompt tokens / prompt tokens of all requests.
@@ -58,34 +61,26 @@ class Replay:
             "seconds": self.seconds,
             "requests_per_s": len(self.reused) / self.seconds,
         }
-        if stats.host is not None or stats.disk is not None:
-            loaded = sum(tier.tokens_loaded for tier in (stats.host, stats.disk) if tier is not None)
+        if self.moved:
+            loaded = sum(moved.loaded for moved in self.moved.values())
             figures["device_hit_rate_percent"] = self._percent(stats.tokens_reused - loaded)
-        if (host := self.config.host) is not None and stats.host is not None:
-            figures["host"] = {
-                "capacity": host.num_slots,
-                "policy": host.policy,
-                "admit": host.admit,
-                **self._moved(stats.host),
-            }
-        if (disk := self.config.disk) is not None and stats.disk is not None:
-            figures["disk"] = {
-                "capacity": disk.num_slots,
-                "admit": disk.admit,
-                **self._moved(stats.disk),
-            }
+        if (host := self.tiers.host) is not None:
+            figures["host"] = {"capacity": host.num_slots, "policy": host.policy, **self._moved("host")}
+        if (disk := self.tiers.disk) is not None:
+            figures["disk"] = {"capacity": disk.num_slots, "admit": disk.admit, **self._moved("disk")}
         if ghost is not None:
             figures["ghost"] = ghost.model_dump(mode="json")
         return figures
 
-    def _moved(self, tier: TierStats | DiskTierStats) -> dict[str, Any]:
-        """Return the tokens that were moved between the cache and a tier."""
+    def _moved(self, tier: str) -> dict[str, Any]:
+        """Return the tokens that were moved from and to a tier."""
+        loaded, written, dropped = self.moved[tier]
         return {
-            "loaded_percent": self._percent(tier.tokens_loaded),
-            "loaded_tokens": tier.tokens_loaded,
-            "written_tokens": tier.tokens_written,
-            "written_pages_per_request": tier.tokens_written / self.config.page_size / len(self.reused),
-            "dropped_tokens": tier.tokens_dropped,
+            "loaded_percent": self._percent(loaded),
+            "loaded_tokens": loaded,
+            "written_tokens": written,
+            "written_pages_per_request": written / self.config.page_size / len(self.reused),
+            "dropped_tokens": dropped,
         }
 
     def _percent(self, num_tokens: int) -> float:
@@ -93,12 +88,12 @@ class Replay:
         return 100 * num_tokens / max(1, self.stats.tokens_requested)
 
 
-def series_of(config: CacheConfig) -> str:
+def series_of(config: CacheConfig, tiers: TierConfigs = _NO_TIERS) -> str:
     """Return policy, page size and lower tiers of a cache: "lru, pages of 512, host of 4,096,000 tokens, 2q"."""
     parts = [config.eviction.policy, f"pages of {config.page_size}"]
-    if (host := config.host) is not None:
-        parts += [f"host of {host.num_slots:,} tokens", host.policy, *([host.admit] if host.admit != "all" else [])]
-    if (disk := config.disk) is not None:
+    if (host := tiers.host) is not None:
+        parts += [f"host of {host.num_slots:,} tokens", host.policy]
+    if (disk := tiers.disk) is not None:
         parts += [f"disk of {disk.num_slots or 0:,} tokens", disk.admit]
     return ", ".join(parts)
 
@@ -119,12 +114,8 @@ def index_config(
     page_size: int = BLOCK,
     policy: str = "lru",
     high_watermark: float = 1.0,
-    host: HostConfig | None = None,
-    disk: DiskConfig | None = None,
 ) -> CacheConfig:
     """Return the configuration of an index-only cache. At a watermark of 1.0 only the shortfall is evicted.
-
-    With a `host`, KV is written to that tier before it is evicted, which takes no time. For a `disk`, see `index_disk`.
 
     Raises:
         ValidationError: the capacity is not a multiple of the page size, or the policy is unknown.
@@ -135,16 +126,14 @@ def index_config(
     return CacheConfig(
         page_size=page_size,
         pool=PoolConfig(num_slots=capacity, num_layers=0, device="cpu"),
-        host=host,
-        disk=disk,
         eviction=eviction,
-        fingerprint=_FINGERPRINT,
     )
 
 
 async def replay(
     trace: Sequence[TracedRequest],
     config: CacheConfig,
+    tiers: TierConfigs = _NO_TIERS,
     *,
     on_ray: bool = False,
     progress: Callable[[int], Any] = lambda done: None,
@@ -152,9 +141,13 @@ async def replay(
     """Replay the prompts of a trace, one after another, on a new cache that ends with the replay.
 
     Args:
+        tiers: below the cache, which must be in this process.
         on_ray: use a cache actor and its client, like a scheduler; else a cache in this process.
         progress: called periodically with the number of finished requests.
     """
+    if tiers != _NO_TIERS:
+        assert not on_ray, "the tiers of a replay are in this process"
+        return await _replay_above(tiers, trace, config, progress)
     async with _running_cache(config, on_ray) as client:
         return await replay_on(client, trace, config, progress)
 
@@ -191,6 +184,43 @@ async def replay_on(
     seconds = time.perf_counter() - started
     progress(len(trace))
     return Replay(config, reused, await client.stats(), seconds)
+
+
+async def _replay_above(
+    tiers: TierConfigs, trace: Sequence[TracedRequest], config: CacheConfig, progress: Callable[[int], Any]
+) -> Replay:
+    """Replay on a new cache with tiers below it."""
+    from raydix.actors.client.local_prefix_cache import LocalPrefixCache
+
+    reused = np.zeros(len(trace), np.int64)
+    async with LocalPrefixCache(config) as cache:
+        core = cache.service.core
+        assert isinstance(core, KVCache)
+        below = InstantTiers(core, tiers)
+        started = time.perf_counter()
+        for index, request in enumerate(trace):
+            reused[index] = _request(core, below, str(index), RadixKey(request.tokens()))
+            await asyncio.sleep(0)  # background eviction runs between two requests
+            if index % _STEP == 0:
+                progress(index)
+        seconds = time.perf_counter() - started
+        progress(len(trace))
+        return Replay(config, reused, await cache.stats(), seconds, tiers, below.moved())
+
+
+def _request(core: KVCache, below: InstantTiers, lease_id: str, key: RadixKey) -> int:
+    """Publish a prompt; return the tokens that it reused: none if it is larger than the whole cache."""
+    try:
+        lease = below.acquire(lease_id, "replay", key)
+    except OutOfSlotsError as error:
+        if error.can_ever_fit:
+            raise
+        core.count_refusal(key, len(key), can_ever_fit=False)
+        return 0
+    prefix_len = lease.prefix_len
+    core.insert(lease_id, "replay", len(key), key[:0])
+    core.release(lease_id, "replay")
+    return prefix_len
 
 
 async def _acquire(client: PrefixCacheClient, tokens: NDArray[np.uint32]) -> Lease | None:

@@ -46,7 +46,7 @@ from raydix.actors.observe.ghost import Ghost
 from raydix.actors.observe.insight import Insight
 from raydix.actors.observe.loop_lag import LoopLag
 from raydix.actors.observe.recordings import Recordings
-from raydix.actors.service.core_factory import build_core, build_disk_cache, build_moves, host_gauge
+from raydix.actors.service.core_factory import build_core, build_disk_cache, build_host_cache, host_gauge
 from raydix.actors.service.eviction_task import EvictionTask, PoolGauge
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts, disk_finding
 from raydix.actors.service.request_handlers import Answer, RequestHandlers
@@ -61,14 +61,14 @@ from raydix.actors.sessions.refusals import Refusals
 from raydix.actors.sessions.session_reaper import SessionReaper
 from raydix.actors.sessions.session_table import Session
 from raydix.actors.sessions.wait_queue import WaitQueue
+from raydix.actors.tiers.host_tier import HostTier
 from raydix.actors.tiers.lower_tiers import LowerTiers
-from raydix.actors.tiers.tier_manager import TierManager
 from raydix.actors.tiers.unbound_namespaces import UnboundNamespaces
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
 from raydix.actors.transport.loop_turns import LoopTurns
 from raydix.actors.transport.validation import checked_message, checked_seconds
-from raydix.cache_core import KVCache, KVPool, OutOfSlotsError, RecordPool
+from raydix.cache_core import KVCache, KVPool, LeasedCache, OutOfSlotsError, RecordPool
 from raydix.cache_core.leases.lease_table import TIERS
 from raydix.cache_core.tiers.tier import Tier
 from raydix.schemas import (
@@ -152,30 +152,34 @@ class CacheService:
         self._insert_latency = Distribution(ACQUIRE_S)
         self.wait_queue = WaitQueue(config.leases.max_waiters, clock)
         self.core, gauges = build_core(config, pool, self._on_pressure)
-        self.tiers = self._make_tiers(pool, gauges)
         self.bindings = ModelBindings(self.core, config.fingerprint)
-        self.disk = self._make_disk(pool, medium, name, disk)
-        has_lower = self.tiers is not None or self.disk is not None
-        self.lower = LowerTiers(self.tiers, self.disk) if has_lower else None
+        self.host: HostTier | None = None
+        self.disk: DiskTier | None = None
+        if config.host is not None or config.disk is not None:
+            assert pool is not None and isinstance(self.core, KVCache), "the configuration refuses other caches"
+            device = Tier(DEVICE, medium if config.host is None else "GPU", self.core)
+            self.host = self._make_host(device, pool, gauges)
+            self.disk = self._make_disk(device, pool, name, disk)
+        self._places = [place for place in (self.host, self.disk) if place is not None]
+        self.tiers = LowerTiers(self.core, self._places)
         self.reaper = SessionReaper(config.leases, self.core, self.wait_queue, self._after_session, clock)
         self.sessions = self.reaper.sessions
-        write_ahead = None if self.tiers is None or self.tiers.is_instant else self.tiers.write_ahead
+        write_ahead = None if self.host is None else self.host.write_ahead
         self.eviction_task = EvictionTask(config.eviction, gauges, self._reclaim, self._serve_queue, write_ahead)
         self.offers = LeaseOffers(self.core, config.leases.grant_timeout_s, self._serve_queue, clock)
         self._owners = LeaseOwners(self.core, self.sessions)
         self.lag = LoopLag()
         self._refusals = Refusals(self.core, self._owners)
         self._admission = Admission(
-            self.core, self.wait_queue, self._refusals, self.bindings, self.offers, self.lower, config.leases
+            self.core, self.wait_queue, self._refusals, self.bindings, self.offers, self.tiers, config.leases
         )
         self._deadlocks = Deadlocks(self.core, self.wait_queue, self._refusals)
         self.feeds = TierFeeds(config, epoch, self._load, clock)
-        if self.lower is None:
-            self.feeds.add(DEVICE, medium, self.core)
-        else:
-            for tier in self.lower.tiers:
-                self.feeds.add(tier.name, tier.medium, tier.cache)
-
+        self.feeds.add(DEVICE, medium if self.host is None else "GPU", self.core)
+        caches: dict[str, LeasedCache] = {DEVICE: self.core}
+        for place in self._places:
+            self.feeds.add(place.tier.name, place.tier.medium, place.tier.cache)
+            caches[place.tier.name] = place.tier.cache
         self._time_evictions(clock)
         self.insight = Insight(self.core, clock)
         self._handlers = RequestHandlers(
@@ -185,7 +189,9 @@ class CacheService:
             self._admission,
             self.offers,
             self.bindings,
-            self.lower,
+            self.tiers,
+            self.disk,
+            caches,
             self.feeds,
             self.stats,
             self.insight.unused_s,
@@ -197,20 +203,19 @@ class CacheService:
         if self.ghost is not None:
             self.core.observers.append(self.ghost.curve)
 
-    def _make_tiers(self, pool: KVPool | RecordPool | None, gauges: list[PoolGauge]) -> TierManager | None:
-        """Return the manager of the tier below the pool, and add its gauge; None without a tier."""
+    def _make_host(self, device: Tier, pool: KVPool | RecordPool, gauges: list[PoolGauge]) -> HostTier | None:
+        """Return the host tier, and add its gauge; None without one."""
         host = self.config.host
         if host is None:
             return None
-        moves = build_moves(self.config, self.core, self._on_pressure)
+        cache = build_host_cache(self.config, self._on_pressure)
         if host.high_watermark < 1.0:
-            gauges.append(host_gauge(host, moves))
-        tiers = TierManager(self.config, moves, pool, self.epoch, self._after_moves)
-        tiers.may_begin = lambda: not (self._draining or self.wait_queue.waiting)
-        return tiers
+            gauges.append(host_gauge(host, cache))
+        may_begin = lambda: not (self._draining or self.wait_queue.waiting)  # noqa: E731
+        return HostTier(self.config, device, cache, pool, self.epoch, self._after_moves, may_begin)
 
     def _make_disk(
-        self, pool: KVPool | RecordPool | None, medium: str, name: str, opened: DiskStore | FolderInUse | None
+        self, device: Tier, pool: KVPool | RecordPool, name: str, opened: DiskStore | FolderInUse | None
     ) -> DiskTier | None:
         """Return the disk tier; None without one.
 
@@ -224,15 +229,13 @@ class CacheService:
         from raydix.actors.tiers.disk_tier import DiskTier
         from raydix.actors.tiers.disk_writes import Source
 
-        assert isinstance(self.core, KVCache), "the configuration refuses other kinds"
         try:
             cache = build_disk_cache(self.config, disk_sizes(self.config))
         except ValueError as error:
             raise CacheUnavailable(f"the disk tier cannot be made: {error}") from error
-        host = self.tiers
-        sources = [Source(Tier(DEVICE, medium, self.core) if host is None else host.moves.upper, lambda: pool)]
-        if host is not None:
-            sources.append(Source(host.moves.lower, lambda: host.lower_pool))
+        sources = [Source(device, lambda: pool)]
+        if (host := self.host) is not None:
+            sources.append(Source(host.tier, lambda: host.lower_pool))
         disk = DiskTier(
             self.config,
             name,
@@ -262,11 +265,11 @@ class CacheService:
 
     def _has_work(self) -> bool:
         """Return whether work waits for turns of the loop: evictions, or moves between tiers. Cheap."""
-        return self.eviction_task.is_due or (self.lower is not None and self.lower.has_work)
+        return self.eviction_task.is_due or any(place.has_work for place in self._places)
 
     def _needs_threads(self) -> bool:
         """Return whether threads are at work for the tiers."""
-        return self.lower is not None and self.lower.needs_threads
+        return any(place.needs_threads for place in self._places)
 
     def _reclaim(self, max_tokens: int) -> int:
         """Free about so many slots of retired namespaces, in all tiers; return their number."""
@@ -292,10 +295,8 @@ class CacheService:
         session = self.reaper.open(request)
         if has_come_back:
             self.bindings.lapse(request.session_id, request.bound, request.bound_more)
-        if self.tiers is not None:
-            self.tiers.start()
-        if self.disk is not None:
-            self.disk.start()
+        for place in self._places:
+            place.start()
         self.eviction_task.start()
         self.lag.start()
         self.insight.start()
@@ -309,9 +310,9 @@ class CacheService:
         self.lag.stop()
         self.insight.stop()
         self.wait_queue.change_loop()
-        if self.tiers is not None:
-            self.tiers.stop_copies()
-        if self.disk is not None and not self.disk.is_instant:
+        if self.host is not None:
+            self.host.stop_copies()
+        if self.disk is not None:
             logger.warning("the cache serves without its disk from now on, as its event loop was closed")
             self.disk.close(_DISK_CLOSE_S)
         if self.turns is not None:
@@ -405,8 +406,8 @@ class CacheService:
         if self.disk is not None:
             await self.disk.flush(self.disk.config.flush_s)
             self.disk.close(_DISK_CLOSE_S)
-        if self.tiers is not None:
-            self.tiers.close()
+        if self.host is not None:
+            self.host.close()
 
     # ---------------------------------------------------------------- execution
 
@@ -490,7 +491,7 @@ class CacheService:
                 self._insert_latency.add(took_s, num_inserts)
         if self.config.validate:
             try:
-                (self.core if self.lower is None else self.lower).check_invariants()
+                self.tiers.check_invariants()
             except AssertionError as error:
                 raise to_cache_error(error) from error
         return BatchResponse(self.epoch, responses)
@@ -523,8 +524,8 @@ class CacheService:
             leased += lease.num_slots
             if not lease.only_locks:
                 unpublished += max(0, len(lease.key) - max(lease.prefix_len, self.core.published_len(lease)))
-        loads = [] if self.lower is None else self.lower.loads_in_flight
-        loading = sum(move.num_tokens for move in loads if not move.target.only_locks)
+        loads = [load for place in self._places for load in place.loads.moves.in_flight if load.target.filling_for]
+        loading = sum(load.num_tokens for load in loads if not load.target.only_locks)
         return CacheLoad(self.wait_queue.num_tokens(), leased, unpublished, self.core.private_slots, loading)
 
     async def next_events(self, request: NextEvents) -> PackedEvents:
@@ -592,7 +593,7 @@ class CacheService:
             requests=int(batch_size.sum),
             loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
-            host=None if self.tiers is None else host_stats(self.tiers, self.wait_queue.num_loading),
+            host=None if self.host is None else host_stats(self.host, self.wait_queue.num_loading),
             disk=disk,
             **core_stats(self.core),
         )

@@ -1,11 +1,10 @@
-"""`build_core`: the core that a configuration asks for; `build_moves`: the tier below it."""
+"""`build_core`: the core that a configuration asks for; `build_host_cache`, `build_disk_cache`: the tiers below it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from raydix.actors.service.eviction_task import PoolGauge
-from raydix.actors.transport.pool_shapes import layout_below
 from raydix.cache_core import (
     BasePrefixCache,
     ChunkCache,
@@ -23,8 +22,6 @@ from raydix.cache_core import (
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.pool.content_check import ContentCheck
 from raydix.cache_core.pool.pool_checks import PoolChecks
-from raydix.cache_core.tiers.moves import Moves
-from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.trie_prefix_cache import TriePrefixCache
 from raydix.schemas import CacheConfig, EvictionConfig, HostConfig
 from raydix.schemas.config import TierSizes
@@ -46,24 +43,17 @@ def build_core(
     return _build_tree(config, pool, on_pressure)
 
 
-def build_moves(config: CacheConfig, core: LeasedCache, on_pressure: Callable[[], None]) -> Moves:
-    """Return the moves between a cache and its host tier.
+def build_host_cache(config: CacheConfig, on_pressure: Callable[[], None]) -> KVCache:
+    """Return the empty cache of a host tier.
 
     Args:
         config: of the cache; it has `host`.
-        core: the cache.
         on_pressure: called when slots of the tier run short.
     """
-    host, sizes, page = config.host, config.host_sizes, config.page_size
-    assert host is not None and isinstance(core, KVCache), "the configuration refuses other kinds"
-    allocator = _make_allocator(sizes, page, config.sliding_window_size)
-    states = MambaPool(sizes.num_state_slots) if sizes.num_state_slots else None
-    tree = _make_tree(config, host.policy, allocator, states)
+    host, sizes = config.host, config.host_sizes
+    assert host is not None, "the configuration has no host tier"
     floor = 0 if host.high_watermark == 1.0 else sizes.num_slots - int(host.high_watermark * sizes.num_slots)
-    below = KVCache(tree, allocator, floor, on_pressure, states=states, bigram=config.bigram)
-    layout = layout_below(config, sizes)
-    page_bytes = page * (layout.slot_bytes + layout.swa_slot_bytes)
-    return Moves(Tier("device", "GPU", core), Tier("host", "CPU", below), page_bytes)
+    return _cache_below(config, sizes, host.policy, floor, on_pressure)
 
 
 def build_disk_cache(config: CacheConfig, sizes: TierSizes) -> KVCache:
@@ -73,14 +63,20 @@ def build_disk_cache(config: CacheConfig, sizes: TierSizes) -> KVCache:
         config: of the cache; it has `disk`.
         sizes: of the tier.
     """
+    return _cache_below(config, sizes, "lru")
+
+
+def _cache_below(
+    config: CacheConfig, sizes: TierSizes, policy: str, floor: int = 0, on_pressure: Callable[[], None] | None = None
+) -> KVCache:
     allocator = _make_allocator(sizes, config.page_size, config.sliding_window_size)
     states = MambaPool(sizes.num_state_slots) if sizes.num_state_slots else None
-    return KVCache(_make_tree(config, "lru", allocator, states), allocator, states=states, bigram=config.bigram)
+    tree = _make_tree(config, policy, allocator, states)
+    return KVCache(tree, allocator, floor, on_pressure, states=states, bigram=config.bigram)
 
 
-def host_gauge(config: HostConfig, moves: Moves) -> PoolGauge:
-    """Return the gauge of a host tier that the eviction task keeps below its high watermark."""
-    below = moves.lower.cache
+def host_gauge(config: HostConfig, below: KVCache) -> PoolGauge:
+    """Return the gauge of a host tier's cache, which the eviction task keeps below its high watermark."""
     marks = EvictionConfig(high_watermark=config.high_watermark, low_watermark=config.low_watermark)
     return PoolGauge(
         marks, below.num_slots, lambda: below.free_slots, lambda num: below.evict(num, "watermark"), "host slots"
@@ -115,8 +111,7 @@ def _build_tree(
     allocator = _make_allocator(sizes, config.page_size, config.sliding_window_size)
     states = _make_states(config, kv_pool)
     tree = _make_tree(config, marks.policy, allocator, states)
-    host = config.host if pool.has_tensors else None
-    reserve = host.reserve if host is not None and host.admit == "all" else 0.0
+    reserve = 0.0 if config.host is None else config.host.reserve
     gauges = [PoolGauge(marks, pool.num_slots, allocator.available_size, lambda num: core.evict(num, "watermark"))]
     swa_floor = state_floor = 0
     if (swa := allocator.swa) is not None:

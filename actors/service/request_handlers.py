@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raydix.actors.service.stats import tree_response
 from raydix.actors.service.tier_feeds import TierFeeds
@@ -13,7 +13,8 @@ from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.actors.tiers.lower_tiers import LowerTiers
-from raydix.cache_core import LeasedCache, OutOfSlotsError
+from raydix.actors.transport.validation import unknown_tier
+from raydix.cache_core import KVCache, LeasedCache, OutOfSlotsError
 from raydix.cache_core.outline import OutlineLimits
 from raydix.schemas import (
     AbortRequest,
@@ -64,7 +65,9 @@ from raydix.schemas import (
     namespaces_of,
     unframe_namespace,
 )
-from raydix.schemas.requests import DEVICE
+
+if TYPE_CHECKING:
+    from raydix.actors.tiers.disk_tier import DiskTier
 
 Answer = Message | CacheError
 
@@ -84,7 +87,9 @@ class RequestHandlers:
         admission: of leases that begin or grow.
         offers: leases that were granted and not adopted yet.
         bindings: of sessions to models.
-        tiers: below the pool; None: there is none.
+        tiers: below the pool.
+        disk: the last of them, if it is a disk; None: it is not.
+        caches: of all tiers, by name.
         feeds: of the events of each tier.
         stats: returns all counts.
         unused_s: returns the seconds since a tick of the cache's clock, if it has one.
@@ -98,7 +103,9 @@ class RequestHandlers:
         admission: Admission,
         offers: LeaseOffers,
         bindings: ModelBindings,
-        tiers: LowerTiers | None,
+        tiers: LowerTiers,
+        disk: DiskTier | None,
+        caches: Mapping[str, LeasedCache],
         feeds: TierFeeds,
         stats: Callable[[], CacheStats],
         unused_s: Callable[[int], float | None],
@@ -110,6 +117,8 @@ class RequestHandlers:
         self._offers = offers
         self._bindings = bindings
         self._tiers = tiers
+        self._disk = disk
+        self._caches = caches
         self._feeds = feeds
         self._unused_s = unused_s
         self.num_inserts = 0
@@ -144,13 +153,13 @@ class RequestHandlers:
     def _match(self, session_id: str, request: MatchRequest) -> MatchResponse:
         key = key_of(request.tokens, request.namespace)
         match = self._core.match(key)
-        host_len, disk_len = (0, 0) if self._tiers is None else self._tiers.lengths_below(key, match.prefix_len)
+        below = self._tiers.lengths_below(key, match.prefix_len)
         return MatchResponse(
             prefix_len=match.prefix_len,
             full_prefix_len=max(match.prefix_len, match.full_prefix_len),
             branching_len=match.mamba_branching_seqlen,
-            host_len=host_len,
-            disk_len=disk_len,
+            host_len=below.get("host", 0),
+            disk_len=below.get("disk", 0),
         )
 
     def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
@@ -165,7 +174,7 @@ class RequestHandlers:
         try:
             done = insert()
         except OutOfSlotsError:
-            if self._tiers is None or not self._tiers.has_writes:
+            if not self._tiers.locks_pool:
                 raise
             self._tiers.cancel_writes()  # they lock states, one of which may be evicted for the lease's
             done = insert()
@@ -174,7 +183,7 @@ class RequestHandlers:
         if known_len != before:  # an answer before was lost, or is on its way
             changed = lease.starts[known_len // self._core.page_size : after // self._core.page_size]
         if request.release:
-            if self._tiers is not None or self._wait_queue.waiting:
+            if self._tiers or self._wait_queue.waiting:
                 self._wait_queue.withdraw(session_id, request.lease_id)  # it does not grow any more
             self._core.release(request.lease_id, session_id)
         repointed = packed(changed) if len(changed) else b""
@@ -224,7 +233,7 @@ class RequestHandlers:
     def _bind_model(self, session_id: str, request: BindModelRequest) -> Message:
         """Bind a model. The answer waits for the tree of its pages on the disk, so that the next request finds them."""
         response = BindModelResponse(generation=self._bindings.bind(session_id, request.lora_id, request.fingerprint))
-        disk = None if self._tiers is None else self._tiers.disk
+        disk = self._disk
         if disk is None:
             return response
         disk.bind(request.lora_id)
@@ -234,17 +243,13 @@ class RequestHandlers:
         return self._admission.wait_for_disk(session_id, response, built, disk.config.load_timeout_s, response)
 
     def _evict(self, session_id: str, request: EvictRequest) -> EvictResponse:
-        if self._tiers is not None:
-            core: LeasedCache = self._tiers.tier(request.tier).cache
-        elif request.tier == DEVICE:
-            core = self._core
-        else:
-            raise InvalidRequest(f"tier must be {DEVICE!r}, as this cache has no other, not {request.tier!r}")
-        return EvictResponse(num_evicted=core.evict(request.num_tokens))
+        if request.tier not in self._caches:
+            raise unknown_tier(request.tier, self._caches)
+        return EvictResponse(num_evicted=self._caches[request.tier].evict(request.num_tokens))
 
     def _prefetch(self, session_id: str, request: PrefetchRequest) -> PrefetchResponse:
         key = key_of(request.tokens, request.namespace)
-        return PrefetchResponse(num_tokens=0 if self._tiers is None else self._tiers.prefetch(key))
+        return PrefetchResponse(num_tokens=self._tiers.prefetch(key))
 
     def _reset(self, session_id: str, request: ResetRequest) -> Message:
         self._bindings.end_all()
@@ -267,7 +272,7 @@ class RequestHandlers:
 
     def _after_commit(self, session_id: str, response: Message) -> Message:
         """Return a response, or a ticket for it if the disk has not committed all retirements yet."""
-        disk = None if self._tiers is None else self._tiers.disk
+        disk = self._disk
         deletion = None if disk is None else disk.deletions.future()
         if disk is None or deletion is None:
             return response
@@ -280,13 +285,12 @@ class RequestHandlers:
     def _explain(self, session_id: str, request: ExplainRequest) -> ExplainResponse:
         key = key_of(request.tokens, request.namespace)
         found = self._core.explain(key)
-        other, host_len, disk_len, disk_left_s = found.elsewhere, 0, 0, None
-        if self._tiers is not None:
-            host_len, disk_len = self._tiers.lengths_below(key, found.prefix_len)
-            whole = len(self._tiers.pool.cache.tree_key(key)) // self._core.page_size * self._core.page_size
-            found.was_dropped &= max(host_len, disk_len) < whole
-            if self._tiers.disk is not None:
-                disk_left_s = self._tiers.disk.left_s(key, disk_len)
+        other, page, disk_left_s = found.elsewhere, self._core.page_size, None
+        below = self._tiers.lengths_below(key, found.prefix_len)
+        if isinstance(self._core, KVCache) and below:
+            found.was_dropped &= max(below.values()) < len(self._core.tree_key(key)) // page * page
+        if self._disk is not None:
+            disk_left_s = self._disk.left_s(key, below["disk"])
         fields: tuple[str | None, str | None, str | None] = (None, None, None)
         if other is not None and other.extra_key is not None:
             fields = unframe_namespace(other.extra_key)
@@ -302,9 +306,9 @@ class RequestHandlers:
             other_extra_key=fields[0],
             other_lora_id=fields[1],
             other_cache_salt=fields[2],
-            host_len=host_len,
+            host_len=below.get("host", 0),
             was_dropped=found.was_dropped,
-            disk_len=disk_len,
+            disk_len=below.get("disk", 0),
             disk_left_s=disk_left_s,
         )
 
@@ -318,5 +322,5 @@ class RequestHandlers:
         return self._wait_queue.answer_later(session_id, "snapshot", self._feeds.sliced_snapshot(request.tier))
 
     def _check_invariants(self, session_id: str, request: CheckInvariantsRequest) -> Ack:
-        (self._core if self._tiers is None else self._tiers).check_invariants()
+        self._tiers.check_invariants()
         return Ack()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raydix.actors.tiers.tier_manager import TierManager
+from raydix.actors.tiers.host_tier import HostTier
 from raydix.actors.tiers.tier_stats import move_stats, pool_stats, tier_pools
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.eviction.tenants import Tenant
@@ -60,13 +60,13 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
     }
 
 
-def host_stats(tiers: TierManager, num_loading: int) -> TierStats:
+def host_stats(host: HostTier, num_loading: int) -> TierStats:
     """Return the statistics of the tier in host memory.
 
     Args:
         num_loading: requests that wait for a load, or for the end of writes.
     """
-    copier = tiers.copier
+    copier = host.copier
     copies: dict[str, Any] = {}
     if copier is not None:
         loads, writes = copier.counts(loads=True), copier.counts(loads=False)
@@ -81,12 +81,12 @@ def host_stats(tiers: TierManager, num_loading: int) -> TierStats:
             "longest_chunk_ms": 1000 * max(loads.longest_s, writes.longest_s),
         }
     return TierStats(
-        state=tiers.state,
-        pinned=tiers.pinned,
-        policy=tiers.config.policy,
+        state=host.state,
+        pinned=host.pinned,
+        policy=host.config.policy,
         loading_requests=num_loading,
-        **tier_pools(tiers.moves.lower.cache),
-        **move_stats([tiers.moves]),
+        **tier_pools(host.tier.cache),
+        **move_stats(host.loads.moves, [host.writes]),
         **copies,
     )
 

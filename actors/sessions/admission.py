@@ -17,8 +17,9 @@ from raydix.actors.sessions.wait_queue import COMMIT, Position, Waiter, WaitQueu
 from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.cache_core import LeasedCache, OutOfSlotsError, RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.loads import Filled
+from raydix.cache_core.tiers.look_up import LookUp
 from raydix.cache_core.tiers.move import Move
-from raydix.cache_core.tiers.moves import Finished
 from raydix.schemas import (
     AcquireRequest,
     CacheUnavailable,
@@ -84,7 +85,7 @@ class Admission:
         refusals: makes and counts the errors.
         bindings: the models of sessions.
         offers: the offers of leases; a `lock` may ask for one.
-        tiers: load prefixes; None: there is no tier below the pool.
+        tiers: load prefixes.
         config: has the time limit of requests that name none.
     """
 
@@ -95,7 +96,7 @@ class Admission:
         refusals: Refusals,
         bindings: ModelBindings,
         offers: LeaseOffers,
-        tiers: LowerTiers | None,
+        tiers: LowerTiers,
         config: LeaseConfig,
     ) -> None:
         self.num_acquires = self.num_locks = 0
@@ -117,7 +118,7 @@ class Admission:
         Raises:
             PoolExhausted, CacheBusy, ConfigMismatch, CoreError: the request is refused.
         """
-        may_wait = self._tiers is not None or bool(self._wait_queue.waiting)
+        may_wait = bool(self._tiers) or bool(self._wait_queue.waiting)
         if may_wait and (ticket := self._ticket_of(session_id, request.lease_id)) is not None:
             return ticket
         key = key_of(request.tokens, request.namespace)
@@ -197,7 +198,7 @@ class Admission:
 
     def _make_room(self, asked: _Asked, waiter: Waiter | None, shortage: OutOfSlotsError) -> Message | None:
         """Go on with a request that found no room: end writes, which lock pages, and try again; else queue it."""
-        if self._tiers is not None and self._tiers.has_writes and shortage.can_ever_fit:
+        if self._tiers.locks_pool and shortage.can_ever_fit:
             if not self._tiers.cancel_writes():
                 return self._wait_for_writes(asked, waiter)
             try:
@@ -243,7 +244,7 @@ class Admission:
         assert not isinstance(request, ExtendRequest)
         if asked.session_id in self._bindings.sessions:
             self._bindings.check(asked.session_id, request.namespace, request.lease_id)
-        if tiers is None:
+        if not tiers:
             lease = self._begin(asked)
             return self.lease_response(lease) if type(request) is AcquireRequest else self._hand_out(asked, lease)
         timeout_s = request.load_timeout_s
@@ -251,31 +252,22 @@ class Admission:
             return self._hand_out(asked, self._begin(asked))
         if (open_lease := core.leases.find_unended(request.lease_id, asked.session_id)) is not None:
             return self._hand_out(asked, open_lease)
-        if (running := tiers.running_load(asked.key, asked.limit)) is not None:
-            return self._wait_behind(asked, waiter, running, tiers.wait_s(running, timeout_s))
+        look_up = LookUp(asked.key, asked.limit)
+        if (running := tiers.running_load(look_up)) is not None:
+            return self._wait_behind(asked, waiter, running, timeout_s)
         is_in_turn = not self._wait_queue.waiting or (waiter is not None and waiter.is_queued)
-        if type(request) is LockRequest and not is_in_turn and tiers.has_more(asked.key):
+        if type(request) is LockRequest and not is_in_turn and tiers.missing(look_up) > 0:
             raise self._queued_error(0)  # its load would take the slots that others wait for
-        return self._begin_and_load(asked, waiter, timeout_s)
-
-    def _begin_and_load(self, asked: _Asked, waiter: Waiter | None, timeout_s: float | None) -> Message | None:
-        tiers = self._tiers
-        assert tiers is not None
-        if type(asked.request) is LockRequest:
-            tiers.check_room(asked.key)  # Each look at the queue would open the lease, and give it back.
-        with tiers.holding(asked.key, asked.limit):
-            lease = self._begin(asked)
-            try:
-                load = tiers.load(lease, asked.limit, timeout_s)
-            except OutOfSlotsError:
-                tiers.give_back(lease)
-                raise
+        if type(request) is LockRequest:
+            tiers.check_room(look_up)  # Each look at the queue would open the lease, and end it.
+        lease = self._begin(asked)
+        load = tiers.load(lease, look_up, timeout_s)
         if load is None:
             return self._hand_out(asked, lease)
         own = self._give_ticket(asked) if waiter is None else waiter
         if timeout_s is not None:
             asked.loads_until = monotonic() + timeout_s
-        tiers.when_loaded(load, partial(self._end_load, asked, own, load))
+        tiers.loads_of(load).when_loaded(load, partial(self._end_load, asked, own, load))
         return self._wait_for(own, load, is_new=waiter is None)
 
     def _begin(self, asked: _Asked) -> LeaseRecord:
@@ -348,20 +340,21 @@ class Admission:
         return self._ticket(waiter) if is_new else None
 
     def _wait_behind(
-        self, asked: _Asked, waiter: Waiter | None, load: Move, timeout_s: float
+        self, asked: _Asked, waiter: Waiter | None, load: Move, timeout_s: float | None
     ) -> WaitingResponse | None:
         """Let a request wait, without slots, for the load of another one."""
-        assert self._tiers is not None
+        loads = self._tiers.loads_of(load)
         own = self._give_ticket(asked) if waiter is None else waiter
         ticket = self._wait_for(own, load, is_new=waiter is None)
         resume = partial(self._resume, asked, own, load)
-        own.timer = asyncio.get_running_loop().call_later(timeout_s, resume, False)
-        self._tiers.wait_for(load, resume)
+        wait_s = loads.timeout_s if timeout_s is None else timeout_s
+        own.timer = asyncio.get_running_loop().call_later(wait_s, resume, False)
+        loads.hurry(load)
+        loads.wait_for(load, resume)
         return ticket
 
     def _wait_for_writes(self, asked: _Asked, waiter: Waiter | None) -> WaitingResponse | None:
         """Let a request wait until the cancelled writes have ended, one chunk at most."""
-        assert self._tiers is not None
         own = self._give_ticket(asked) if waiter is None else waiter
         ticket = self._wait_for(own, _WRITES, is_new=waiter is None)
         self._tiers.after_writes(partial(self._resume, asked, own, _WRITES))
@@ -385,29 +378,28 @@ class Admission:
         if answer is not None:
             self._wait_queue.settle(waiter, answer)
 
-    def _end_load(self, asked: _Asked, waiter: Waiter, load: Move, finished: Finished) -> None:
+    def _end_load(self, asked: _Asked, waiter: Waiter, load: Move, filled: Filled) -> None:
         """Go on with the next load of a request, answer it, or try it again."""
-        lease = finished.lease
-        if finished.must_restart:
+        lease = filled.lease
+        if filled.must_restart:
             self._resume(asked, waiter, waiter.waits_for)
         elif lease is not None and waiter.outcome.done():
             self._core.release(lease.lease_id, asked.session_id)  # it was refused meanwhile
-        elif lease is not None and not self._load_on(asked, waiter, load, finished):
+        elif lease is not None and not self._load_on(asked, waiter, load, lease):
             self._wait_queue.settle(waiter, self._hand_out(asked, lease))
 
-    def _load_on(self, asked: _Asked, waiter: Waiter, before: Move, finished: Finished) -> bool:
+    def _load_on(self, asked: _Asked, waiter: Waiter, before: Move, lease: LeaseRecord) -> bool:
         """Begin the next load of a lease that was loaded from one tier; return False if there is none."""
-        lease, left_s = finished.lease, None
-        assert self._tiers is not None and lease is not None
+        left_s = None
         if asked.loads_until is not None:
             left_s = max(0.0, asked.loads_until - monotonic())
         try:
-            load = self._tiers.load_on(lease, before, finished, asked.limit, left_s)
+            load = self._tiers.load(lease, LookUp(asked.key, asked.limit), left_s, after=before)
         except OutOfSlotsError:  # a lock: it keeps the first load
             return False
         if load is None:
             return False
-        self._tiers.when_loaded(load, partial(self._end_load, asked, waiter, load))
+        self._tiers.loads_of(load).when_loaded(load, partial(self._end_load, asked, waiter, load))
         self._wait_for(waiter, load, is_new=False)
         return True
 

@@ -1,32 +1,28 @@
-"""`Copier`: the thread that copies pages between a cache's pool and the tier below it, loads before writes."""
+"""`Copier`: copies pages between a cache's pool and the tier below it, loads before writes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic, perf_counter
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 from raydix.actors.tiers.disk_errors import DiskError
+from raydix.actors.tiers.job_threads import End, Ended, JobThreads
 from raydix.cache_core.tiers.page_records import CHUNK_BYTES, Chunk, CopyPlan
 
 logger = logging.getLogger(__name__)
 
-End = Literal["whole", "cancelled", "late", "failed", "closed"]
 _KEPT = 0.9  # share of the sums of recent copies that is kept with each chunk
 
 
 class Copies(Protocol):
     """Copies pages between a pool and the tier below it, such as `PageCopies` and `DiskCopies`."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to copy."""
 
     def chunks(self, plan: CopyPlan, max_bytes: int = CHUNK_BYTES) -> list[Chunk]:
         """Return the parts in which a plan is copied."""
@@ -36,14 +32,6 @@ class Copies(Protocol):
 
     def write(self, plan: CopyPlan, start: int, stop: int) -> None:
         """Copy pages [start, stop) of a plan to the tier below."""
-
-
-class Copied(NamedTuple):
-    """The end of a copy."""
-
-    num_pages: int  # leading pages of the plan that were copied, with their window halves and states
-    end: End
-    error: str = ""  # error of a copy that failed
 
 
 class Copy:
@@ -61,7 +49,7 @@ class Copy:
         self,
         plan: CopyPlan,
         copies: Copies,
-        done: Callable[[Copied], object],
+        done: Callable[[Ended], object],
         *,
         is_load: bool,
         deadline: float | None = None,
@@ -70,7 +58,7 @@ class Copy:
         self.plan = plan
         self.is_load = is_load
         self.is_awaited = is_awaited
-        self.result: Copied | None = None
+        self.result: Ended | None = None
         self.chunk_began: float | None = None
         self.copies = copies
         self.done = done
@@ -147,17 +135,16 @@ class WriteCap:
 
 
 class Copier:
-    """Copies pages in a thread of its own, and calls back on the event loop when a copy has ended.
+    """Copies pages in threads, and calls back on the event loop when a copy has ended.
 
     Loads that requests wait for go before prefetches, and these before writes, each in the order in which they came: a
-    load waits for one chunk of the others at most. Between two chunks, the thread looks at cancellations, deadlines and
-    the cap of writes. A copy confirms whole pages from the front: those of all chunks that were copied. It has one
-    thread, as a copy is bound by the memory.
-
-    If the pools are index-only, a copy is confirmed before `load` or `write` returns, and there is no thread.
+    load waits for one chunk of the others at most. Between two chunks, a thread looks at cancellations, deadlines and
+    the cap of writes. A copy confirms whole pages from the front: those of all chunks that were copied.
 
     Args:
         copies: copies pages between the pool and the tier below.
+        threads: those that copy; their owner closes them. None: one of its own, as copies in memory are bound by it.
+        num_loads: loads of which chunks are copied at the same time. Of prefetches there is one among them.
         write_mib_s: MiB of writes a second; None: without a limit. Loads have none.
         chunk_bytes: bytes that one call copies.
         clock: returns seconds, for deadlines and the cap.
@@ -167,24 +154,24 @@ class Copier:
         self,
         copies: Copies,
         *,
+        threads: JobThreads | None = None,
+        num_loads: int = 1,
         write_mib_s: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._copies = copies
         self._chunk_bytes = chunk_bytes
-        self._queues = _Queues(WriteCap(write_mib_s), clock)
-        self._thread: threading.Thread | None = None
-        if not copies.is_empty:
-            # The thread knows the queues alone, so that a copier that is dropped without being closed ends.
-            self._thread = threading.Thread(target=_run, args=(self._queues,), name="raydix-copier", daemon=True)
-            self._thread.start()
-        weakref.finalize(self, self._queues.close)
+        self._own_threads = JobThreads("raydix-copier", 1) if threads is None else None
+        threads = threads or self._own_threads
+        assert threads is not None
+        self._queues = _Queues(WriteCap(write_mib_s), clock, threads.changed, num_loads)
+        threads.add(self._queues)
 
     def load(
         self,
         plan: CopyPlan,
-        done: Callable[[Copied], object],
+        done: Callable[[Ended], object],
         timeout_s: float | None = None,
         *,
         is_awaited: bool = True,
@@ -201,14 +188,11 @@ class Copier:
         copy = Copy(plan, self._copies, done, is_load=True, deadline=deadline, is_awaited=is_awaited)
         return self._start(copy)
 
-    def write(self, plan: CopyPlan, done: Callable[[Copied], object]) -> Copy:
+    def write(self, plan: CopyPlan, done: Callable[[Ended], object]) -> Copy:
         """Copy pages of the pool to the tier below. Call it on the event loop. The arguments are those of `load`."""
         return self._start(Copy(plan, self._copies, done, is_load=False))
 
     def _start(self, copy: Copy) -> Copy:
-        if self._thread is None:
-            copy.done(self._queues.end_instantly(copy))
-            return copy
         copy.loop = asyncio.get_running_loop()
         copy.chunks = self._copies.chunks(copy.plan, self._chunk_bytes)
         self._queues.add(copy)
@@ -242,29 +226,33 @@ class Copier:
         self._queues.stop_all(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End all copies and the thread. It waits for at most one chunk.
+        """End all copies, and a thread of its own. It waits for the chunks that are being copied.
 
         The calls of `done` are scheduled on the event loop, so they run after this call. Later copies end with 0 pages.
 
         Args:
             timeout_s: for which it waits; None: without a limit.
         """
-        self._queues.close()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._queues.close(timeout_s)
+        if self._own_threads is not None:
+            self._own_threads.close(timeout_s)
 
 
 class _Queues:
-    """The copies of a copier. The methods may be called from any thread."""
+    """The copies of a copier. The methods may be called from any thread.
 
-    def __init__(self, cap: WriteCap, clock: Callable[[], float]) -> None:
+    Args:
+        changed: the lock of the threads' queues.
+    """
+
+    def __init__(self, cap: WriteCap, clock: Callable[[], float], changed: threading.Condition, num_loads: int) -> None:
         self.clock = clock
         self._cap = cap
-        self._changed = threading.Condition()
+        self._changed = changed
+        self._num_loads = num_loads
         self._loads: deque[Copy] = deque()
         self._writes: deque[Copy] = deque()
         self._counts = {True: CopyCounts(), False: CopyCounts()}  # is_load -> counts
-        self._current: Copy | None = None  # one of its chunks is being copied
         self._is_closed = False
 
     def add(self, copy: Copy) -> None:
@@ -275,36 +263,55 @@ class _Queues:
                 self._end(copy, "closed")
             self._changed.notify()
 
-    def next(self) -> Copy | None:
-        """Wait for a copy with a chunk that may be copied now, and return it; None: the copier is closed."""
-        with self._changed:
-            while not self._is_closed:
-                now = self.clock()
-                self._end_late_loads(now)
-                wait_s = self._cap.wait_s(now) if self._writes else None
-                if self._loads:
-                    self._current = next((load for load in self._loads if load.is_awaited), self._loads[0])
-                elif wait_s is not None and wait_s <= 0:
-                    self._current = self._writes[0]
-                    self._cap.charge(self._current.chunks[self._current.num_chunks].num_bytes, now)
-                else:
-                    self._changed.wait(wait_s)
-                    continue
-                self._current.chunk_began = now
-                return self._current
-            return None
-
-    def _end_late_loads(self, now: float) -> None:
+    def take(self) -> Callable[[], object] | None:
+        """Return the copying of a chunk that may be copied now; None if there is none."""
+        now = self.clock()
         for load in [load for load in self._loads if load.deadline is not None and load.deadline <= now]:
-            self._end(load, "late")
+            if load.chunk_began is None:
+                self._end(load, "late")
+        if (copy := self._next_load()) is None:
+            if not (self._may_write and self._cap.wait_s(now) <= 0):
+                return None
+            copy = self._writes[0]
+            self._cap.charge(copy.chunks[copy.num_chunks].num_bytes, now)
+        copy.chunk_began = now
+        return partial(self._copy_chunk, copy)
+
+    def _next_load(self) -> Copy | None:
+        busy = [load for load in self._loads if load.chunk_began is not None]
+        if len(busy) >= self._num_loads:
+            return None
+        idle = [load for load in self._loads if load.chunk_began is None]
+        may_prefetch = all(load.is_awaited for load in busy)
+        return next((load for load in idle if load.is_awaited), idle[0] if idle and may_prefetch else None)
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether a chunk of a write waits for the cap alone."""
+        return bool(self._writes) and self._writes[0].chunk_began is None
+
+    def wait_s(self) -> float | None:
+        """Return the seconds until the cap allows the next write; None: none waits for it."""
+        return self._cap.wait_s(self.clock()) if self._may_write else None
+
+    def _copy_chunk(self, copy: Copy) -> None:
+        """Copy the next chunk of a copy, and note it."""
+        error, started = None, perf_counter()
+        try:
+            copy.copy_chunk()
+        except Exception as failure:  # reported to the caller of the copy; the thread goes on with others
+            if not isinstance(failure, DiskError):  # The readers of a disk log what their disk raises.
+                logger.exception("a %s of %d pages failed", "load" if copy.is_load else "write", len(copy.plan))
+            error = failure.with_traceback(None)  # Its frames have the pool.
+        self.note(copy, perf_counter() - started, error)
 
     def note(self, copy: Copy, seconds: float, error: Exception | None) -> None:
         """Count a chunk that was copied, or failed."""
         with self._changed:
-            self._current, copy.chunk_began = None, None
+            copy.chunk_began = None
             self._changed.notify_all()
             if error is not None:
-                self._end(copy, "failed", f"{type(error).__name__}: {error}")
+                self._end(copy, "failed", error)
                 return
             self._counts[copy.is_load].add(copy.chunks[copy.num_chunks].num_bytes, seconds)
             copy.num_chunks += 1
@@ -319,33 +326,33 @@ class _Queues:
         """End a copy, or have it ended behind its chunk."""
         with self._changed:
             copy.is_cancelled = True
-            if copy is not self._current and copy.result is None:
+            if copy.chunk_began is None and copy.result is None:
                 self._end(copy, "cancelled")
 
     def stop_all(self, timeout_s: float | None) -> None:
-        """End all copies without reporting it, and wait for the current one's chunk."""
+        """End all copies without reporting it, and wait for the chunks that are being copied."""
         with self._changed:
             for copy in (*self._loads, *self._writes):
                 copy.loop = None
                 copy.is_cancelled = True
-                if copy is not self._current:
-                    self._end(copy, "cancelled")
-            self._changed.wait_for(lambda: self._current is None, timeout_s)
+            self._end_idle("cancelled", timeout_s)
 
-    def close(self) -> None:
-        """End all copies but the current one, and have `next` return None."""
+    def stop(self) -> None:
+        """End all copies behind their chunks, and let none begin."""
+        self.close(0.0)
+
+    def close(self, timeout_s: float | None) -> None:
+        """End all copies, as `stop` does, and wait for the chunks that are being copied."""
         with self._changed:
             self._is_closed = True
-            for copy in (*self._loads, *self._writes):
-                if copy is not self._current:
-                    self._end(copy, "closed")
-            self._changed.notify()
+            self._end_idle("closed", timeout_s)
 
-    def end_instantly(self, copy: Copy) -> Copied:
-        """End a copy without bytes, and return its end."""
-        copy.result = Copied(len(copy.plan), "whole")
-        self._counts[copy.is_load].ends["whole"] += 1
-        return copy.result
+    def _end_idle(self, end: End, timeout_s: float | None) -> None:
+        """End all copies of which no chunk is being copied, and wait for the others."""
+        for copy in (*self._loads, *self._writes):
+            if copy.chunk_began is None:
+                self._end(copy, end)
+        self._changed.wait_for(lambda: not (self._loads or self._writes), timeout_s)
 
     def counts(self, *, loads: bool) -> CopyCounts:
         """Return the counts of loads or of writes, as a copy."""
@@ -359,40 +366,28 @@ class _Queues:
             return sum(copy.bytes_left for copy in (self._loads if loads else self._writes))
 
     def bytes_ahead(self) -> int:
-        """Return the bytes of awaited loads, and of a prefetch's chunk that is being copied."""
+        """Return the bytes that are copied before the next load: of awaited loads, and of a prefetch's chunk."""
+        lanes = [0] * self._num_loads
         with self._changed:
-            awaited = sum(load.bytes_left for load in self._loads if load.is_awaited)
-            current = self._current
-            if current is None or not current.is_load or current.is_awaited:
-                return awaited
-            return awaited + current.chunks[current.num_chunks].num_bytes
+            for load in self._loads:
+                num_bytes = load.bytes_left
+                if not load.is_awaited:
+                    num_bytes = 0 if load.chunk_began is None else load.chunks[load.num_chunks].num_bytes
+                lanes[lanes.index(min(lanes))] += num_bytes
+        return min(lanes)
 
     def _queue_of(self, copy: Copy) -> deque[Copy]:
         return self._loads if copy.is_load else self._writes
 
-    def _end(self, copy: Copy, end: End, error: str = "") -> None:
+    def _end(self, copy: Copy, end: End, error: Exception | None = None) -> None:
         """Remove a copy, and report its end to the event loop."""
         assert copy.result is None
         self._queue_of(copy).remove(copy)
         self._counts[copy.is_load].ends[end] += 1
-        copy.result = Copied(copy.num_pages, end, error)
+        copy.result = Ended(copy.num_pages, end, error)
         if copy.loop is None:
             return
         try:
             copy.loop.call_soon_threadsafe(copy.done, copy.result)
         except RuntimeError:  # The loop is closed, as at the end of a program that does not close its cache.
             logger.debug("the end of a copy was not reported, as its event loop is closed: %s", copy.result)
-
-
-def _run(queues: _Queues) -> None:
-    """Copy chunk by chunk until the queues are closed."""
-    while (copy := queues.next()) is not None:
-        error, started = None, perf_counter()
-        try:
-            copy.copy_chunk()
-        except Exception as failure:  # reported to the caller of the copy; the thread goes on with others
-            error = failure
-            if not isinstance(failure, DiskError):  # The readers of a disk log what their disk raises.
-                logger.exception("a %s of %d pages failed", "load" if copy.is_load else "write", len(copy.plan))
-        queues.note(copy, perf_counter() - started, error)
-        del copy, error  # the thread keeps no pool while it waits

@@ -9,7 +9,8 @@ from functools import partial
 
 from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter, Done
+from raydix.actors.tiers.disk_writer import DiskWriter
+from raydix.actors.tiers.job_threads import Ended
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class DiskDeletions:
             meant = list(self.waiting)
             self._writer.submit(lambda store: store.index.delete_spaces(meant), partial(self._end, meant))
 
-    def _end(self, numbers: list[int], done: Done) -> None:
+    def _end(self, numbers: list[int], done: Ended) -> None:
         self._is_deleting = False
         self._on_error(done.error)
         if done.error is not None:
@@ -130,7 +131,7 @@ class DiskDeletions:
             self._is_cleaning = True
             self._writer.submit(lambda store: store.index.clean(), self._end_cleaning)
 
-    def _end_cleaning(self, done: Done) -> None:
+    def _end_cleaning(self, done: Ended) -> None:
         self._is_cleaning = False
         self._on_error(done.error)
         if done.error is not None and not self._is_closed:
@@ -176,7 +177,7 @@ class DiskDeletions:
 
         writer.submit(delete, self._end_last)
 
-    def _end_last(self, done: Done) -> None:
+    def _end_last(self, done: Ended) -> None:
         if done.error is not None:
             logger.warning("a retirement is not on the disk: %s", done.error)
             return

@@ -1,4 +1,4 @@
-"""`DiskReaders`: the threads that read the records of a disk tier, and the records that are lost."""
+"""`DiskReaders`: reads the records of a disk tier, and notes the records that are lost."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from raydix.actors.tiers.copier import Copied, Copier
+from raydix.actors.tiers.copier import Copier
 from raydix.actors.tiers.disk_copies import DiskCopies
 from raydix.actors.tiers.disk_store import DiskStore, Unread
+from raydix.actors.tiers.job_threads import Ended, JobThreads
 from raydix.cache_core import KVCache, KVPool, RecordPool
 from raydix.cache_core.tiers.move import Move
 from raydix.cache_core.tiers.page_records import Kind
@@ -16,7 +17,7 @@ from raydix.cache_core.tree.packed_slots import Starts
 
 logger = logging.getLogger(__name__)
 
-NUM_READERS = 2
+NUM_LOADS = 2  # at the same time
 _AGAIN_S = 1.0  # after the first read of a record that failed, another one counts
 _LOG_S = 60.0  # from one line of the log about such reads to the next
 _MOST_UNREAD = 1024  # records that are remembered
@@ -29,18 +30,18 @@ class DiskReaders:
         clock: seconds.
 
     Attributes:
-        copiers: one for each thread; none before `open`.
+        copier: copies the records; None before `open`.
         num_damaged: records that had not the sum of their page.
         num_failed: reads of records that failed, one for each load and thread.
         last_error: of these reads.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self.copiers: list[Copier] = []
+        self.copier: Copier | None = None
         self.num_damaged = self.num_failed = 0
         self.last_error = ""
         self._clock = clock
-        self._copies: list[DiskCopies] = []
+        self._copies: DiskCopies | None = None
         self._store: DiskStore | None = None
         self._lost: set[tuple[Kind, int]] = set()  # until the load that has met them ends
         # Records that could not be read: kind, number and digest -> time of the first failure, good reads before it.
@@ -48,38 +49,38 @@ class DiskReaders:
         self._failed_at: float | None = None
         self._logged_at = float("-inf")
 
-    def open(self, pool: KVPool | RecordPool, store: DiskStore) -> float:
-        """Start the threads; return the bytes that they read for a token."""
+    def open(self, pool: KVPool | RecordPool, store: DiskStore, threads: JobThreads) -> float:
+        """Load with these threads; return the bytes that they read for a token."""
         self._store = store
-        self._copies = [DiskCopies(pool, store) for _ in range(NUM_READERS)]
-        self.copiers = [self.make_copier(copies) for copies in self._copies]
+        self._copies = DiskCopies(pool, store, threads)
+        self.copier = self.make_copier(self._copies, threads)
         return sum(file.stride for kind, file in store.files.items() if kind != "state") / pool.layout.page_size
 
-    def make_copier(self, copies: DiskCopies) -> Copier:
+    def make_copier(self, copies: DiskCopies, threads: JobThreads) -> Copier:
         """Return a copier, which `close` closes."""
-        return Copier(copies, clock=self._clock)
+        return Copier(copies, threads=threads, num_loads=NUM_LOADS, clock=self._clock)
 
     @property
     def num_bytes(self) -> int:
         """The bytes that were read."""
-        return sum(copier.counts(loads=True).num_bytes for copier in self.copiers)
+        return 0 if self.copier is None else self.copier.counts(loads=True).num_bytes
 
     @property
     def seconds(self) -> float:
-        """The time that the threads read."""
-        return sum(copier.counts(loads=True).seconds for copier in self.copiers)
+        """The time of these reads; of two at the same time, both count."""
+        return 0.0 if self.copier is None else self.copier.counts(loads=True).seconds
 
     @property
     def queued_bytes(self) -> int:
         """The bytes that are still to be read."""
-        return sum(copier.queued_bytes(loads=True) for copier in self.copiers)
+        return 0 if self.copier is None else self.copier.queued_bytes(loads=True)
 
     @property
     def error_s(self) -> float | None:
         """The seconds since the last read that failed; None: none did."""
         return None if self._failed_at is None else self._clock() - self._failed_at
 
-    def end(self, move: Move, copied: Copied, disk: KVCache) -> bool:
+    def end(self, move: Move, copied: Ended, disk: KVCache) -> bool:
         """Drop the pages of a load that has ended of which the records are lost, and all pages below them.
 
         A record is lost if it is damaged; or if its reads fail in two loads at least a second apart, and others were
@@ -140,12 +141,11 @@ class DiskReaders:
         return must_stall
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the threads, and give their buffers back.
+        """End all loads.
 
         Args:
-            timeout_s: for which it waits for each thread; None: without a limit.
+            timeout_s: for which it waits for chunks that are being read; None: without a limit.
         """
-        for copies in self._copies:
-            copies.close()
-        for copier in self.copiers:
-            copier.close(timeout_s)
+        if self._copies is not None and self.copier is not None:
+            self._copies.close()
+            self.copier.close(timeout_s)

@@ -86,7 +86,6 @@ class DiskStore:
     Attributes:
         folder, index: of the store.
         files: of its records, by kind.
-        was_damaged: whether the index was damaged and a new one was made, so that the store is empty.
 
     Raises:
         FolderInUse: another process has the folder.
@@ -114,7 +113,6 @@ class DiskStore:
         }
         room = index_room(layout)
         self._index_layout, self._room, self._calls = index_layout, room, calls
-        self.was_damaged = False
         self._damaged: deque[tuple[Kind, int]] = deque()
         self._unread: deque[Unread] = deque()
         self._num_good = 0  # reads that were right; of two at the same time, one may be counted
@@ -163,7 +161,6 @@ class DiskStore:
         return row.kind in self._digests and row.record < len(self._digests[row.kind])
 
     def _renew_index(self, last_space: int) -> None:
-        self.was_damaged = True
         DiskIndex.discard(self.folder.path, self.folder.fd)
         self.index = DiskIndex(
             self.folder.path,

@@ -1,15 +1,14 @@
-"""`DiskWriter`: the threads that copy pages to buffers, that write them to a disk, and that keep its index."""
+"""`DiskWriter`: copies pages to buffers, writes them to a disk, and works on its index."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 from raydix.actors.tiers.copier import WriteCap
 from raydix.actors.tiers.disk_errors import DiskError
 from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.job_threads import Ended, JobThreads
 from raydix.actors.tiers.record_file import Rows, aligned_bytes, stride_of
 from raydix.actors.tiers.record_sums import record_sums
 from raydix.cache_core import KVPool, RecordPool
@@ -29,6 +29,7 @@ from raydix.cache_core.tree.packed_slots import Starts
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 32 * 2**20  # size of each of the two buffers
+NUM_THREADS = 5  # two for each of two loads; a write leaves them at least two, and they leave it one
 
 
 class Records(NamedTuple):
@@ -41,25 +42,6 @@ class Records(NamedTuple):
 
     starts: Starts
     rows: Sequence[IndexRow]
-
-
-class Written(NamedTuple):
-    """The end of a write.
-
-    Attributes:
-        rows: that the index has now; none if the write was cancelled or has failed, or if their space was deleted.
-        error: None: it has not failed.
-    """
-
-    rows: list[IndexRow]
-    error: DiskError | None = None
-
-
-class Done(NamedTuple):
-    """The end of work on the index: its result, or its error."""
-
-    result: Any = None
-    error: DiskError | None = None
 
 
 @dataclass(eq=False)
@@ -78,7 +60,7 @@ class Write:
     records: Mapping[Kind, Records]
     gathered: Callable[[], object]
     free: Callable[[], object]
-    done: Callable[[Written], object]
+    done: Callable[[Ended], object]
     source: PageRecords
     is_cancelled: bool = False
     buffer: Rows | None = None
@@ -87,23 +69,24 @@ class Write:
 
 
 class _Work(NamedTuple):
-    """Work on the store, in the thread of the index."""
+    """Work on the store."""
 
     task: Callable[[DiskStore], Any]
-    done: Callable[[Done], object]
+    done: Callable[[Ended], object]
 
 
 class DiskWriter:
-    """Writes pages to a disk, and works on its index, in order, with three threads.
+    """Writes pages to a disk, and works on its index, in order, in threads that the loads of the disk share.
 
-    The first one copies the pages of a write to one of two buffers, and sums them. From then on no page of the pool is
-    needed, so none is locked while the disk is written. The second one writes the records, which frees the buffer, and
-    the third one commits their rows.
+    A write has three steps. The first one copies its pages to one of two buffers, and sums them. From then on no page
+    of the pool is needed, so none is locked while the disk is written. The second one writes the records, which frees
+    the buffer, and the third one commits their rows. One thread at a time does each step, so one write is copied while
+    another one is written, and one thread at a time works on the index.
 
     All methods are called on the event loop, and so are the callbacks.
 
     Args:
-        open_store: opens the store, in the thread of the index.
+        open_store: opens the store, in a thread.
         opened: called when it is open, or with the error. After an error, the writer does nothing.
         pool: of the first tier. All tiers above the disk have records of its sizes.
         write_mib_s: MiB of writes a second; None: without a limit.
@@ -111,6 +94,7 @@ class DiskWriter:
         clock: seconds, for the limit.
 
     Attributes:
+        threads: of the disk. Its loads use them, too.
         buffer_bytes: that the records of a write may take, with their padding.
         on_free: called when a buffer is free again.
     """
@@ -131,24 +115,12 @@ class DiskWriter:
         self._free = deque(aligned_bytes(buffer_bytes) for _ in range(2))
         self._writes: set[Write] = set()
         self._is_closed = False
-        self._threads = _Threads(PageRecords(pool), asyncio.get_running_loop())
-        self._running: list[threading.Thread] = []
-        self._start(open_store, opened)
-        weakref.finalize(self, self._threads.stop)
+        self.threads = self._make_threads()
+        self._steps = _Steps(PageRecords(pool), asyncio.get_running_loop(), self.threads.changed, open_store, opened)
+        self.threads.add(self._steps)
 
-    def _start(self, open_store: Callable[[], DiskStore], opened: Callable[[DiskStore | Exception], object]) -> None:
-        """Start the threads."""
-        names = ("raydix-disk-copier", "raydix-disk-writer", "raydix-disk-index")
-        targets: tuple[Callable[[], None], ...] = (
-            self._threads.copy,
-            self._threads.write,
-            lambda threads=self._threads: threads.commit(open_store, opened),  # type: ignore[misc]
-        )
-        self._running = [
-            threading.Thread(target=target, name=name, daemon=True) for target, name in zip(targets, names, strict=True)
-        ]
-        for thread in self._running:
-            thread.start()
+    def _make_threads(self) -> JobThreads:
+        return JobThreads("raydix-disk", NUM_THREADS)
 
     @property
     def may_write(self) -> bool:
@@ -168,7 +140,7 @@ class DiskWriter:
         self,
         records: Mapping[Kind, Records],
         gathered: Callable[[], object],
-        done: Callable[[Written], object],
+        done: Callable[[Ended], object],
         source: PageRecords | None = None,
     ) -> Write:
         """Write records and their rows. `may_write` must be true.
@@ -181,7 +153,7 @@ class DiskWriter:
         Raises:
             ValueError: the records take more than a buffer.
         """
-        num_bytes = self._threads.num_bytes(records)
+        num_bytes = self._steps.num_bytes(records)
         if num_bytes > self.buffer_bytes:
             raise ValueError(f"records must take {self.buffer_bytes:,} bytes at most, not {num_bytes:,}")
         self._cap.charge(num_bytes, self._clock())
@@ -192,28 +164,29 @@ class DiskWriter:
             write.buffer = None
             self.on_free()
 
-        def end(written: Written) -> None:
+        def end(written: Ended) -> None:
             self._writes.discard(write)
             done(written)
 
-        write = Write(records, gathered, free, end, source or self._threads.pool, buffer=self._free.popleft())
+        write = Write(records, gathered, free, end, source or self._steps.pool, buffer=self._free.popleft())
         self._writes.add(write)
-        self._threads.to_copy.put(write)
+        self._steps.add(self._steps.to_copy, write)
         return write
 
     def cancel(self, write: Write) -> None:
-        """End a write before the next chunk is copied; `gathered` and `done` are called.
+        """End a write, at once or before the next chunk is copied; `gathered` and `done` are called later.
 
         A write of which all pages were copied goes on: it locks none.
         """
         write.is_cancelled = True
+        self._steps.drop(write)
 
-    def submit(self, task: Callable[[DiskStore], Any], done: Callable[[Done], object]) -> None:
-        """Do work on the store in the thread of the index, behind all work before and the writes that are copied."""
+    def submit(self, task: Callable[[DiskStore], Any], done: Callable[[Ended], object]) -> None:
+        """Do work on the store in a thread, behind all work before and the writes that are copied."""
         if self._is_closed:
-            asyncio.get_running_loop().call_soon(done, Done(None, DiskError("the disk is closed")))
+            asyncio.get_running_loop().call_soon(done, Ended(error=DiskError("the disk is closed")))
             return
-        self._threads.to_write.put(_Work(task, done))
+        self._steps.add(self._steps.to_write, _Work(task, done))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """End writes of which pages are still to be copied, do all other work, and close the store. It waits for that.
@@ -229,40 +202,112 @@ class DiskWriter:
         self._is_closed = True
         for write in self._writes:
             write.is_cancelled = True
-        self._threads.stop()
-        ends_at = None if timeout_s is None else monotonic() + timeout_s
-        for thread in self._running:
-            thread.join(None if ends_at is None else max(0.0, ends_at - monotonic()))
-        return not any(thread.is_alive() for thread in self._running)
+        self._steps.stop()
+        has_ended = self._steps.wait(timeout_s)
+        self.threads.close(0.0)
+        return has_ended
 
 
-class _Threads:
-    """The work of the threads. They know no `DiskWriter`, so that one that is dropped without being closed ends."""
+class _Steps:
+    """The writes and the other work, by the next step of each. They know no `DiskWriter`, so that one can be dropped.
 
-    def __init__(self, pool: PageRecords, loop: asyncio.AbstractEventLoop) -> None:
-        self.to_copy: SimpleQueue[Write | None] = SimpleQueue()
-        self.to_write: SimpleQueue[Write | _Work | None] = SimpleQueue()
-        self.to_commit: SimpleQueue[Write | _Work | None] = SimpleQueue()
-        self.opened: SimpleQueue[DiskStore | None] = SimpleQueue()  # the store, once; None: there is none
+    Attributes:
+        to_copy, to_write, to_commit: what waits for a step.
+        store: that is open.
+    """
+
+    def __init__(
+        self,
+        pool: PageRecords,
+        loop: asyncio.AbstractEventLoop,
+        changed: threading.Condition,
+        open_store: Callable[[], DiskStore],
+        opened: Callable[[DiskStore | Exception], object],
+    ) -> None:
+        self.to_copy: deque[Write] = deque()
+        self.to_write: deque[Write | _Work] = deque()
+        self.to_commit: deque[Write | _Work] = deque()
+        self.store: DiskStore | None = None
         self.pool = pool
         self._loop = loop
+        self._changed = changed
+        self._to_open: tuple[Callable[[], DiskStore], Callable[[DiskStore | Exception], object]] | None
+        self._to_open = open_store, opened
+        self._refusal: DiskError | None = None  # the store could not be opened
+        self._is_stopped = False
+        self._steps: dict[str, tuple[deque[Any], Callable[[Any], None]]] = {
+            "commit": (self.to_commit, self.commit_one),
+            "write": (self.to_write, self.write_one),
+            "copy": (self.to_copy, self.copy_one),
+        }
+        self._busy: set[str] = set()  # steps in which a thread is
+
+    # ---------------------------------------------------------------- jobs
+
+    def add(self, queue: deque[Any], item: Write | _Work) -> None:
+        """Let an item wait for a step."""
+        with self._changed:
+            queue.append(item)
+            self._changed.notify()
+
+    def drop(self, write: Write) -> None:
+        """End a cancelled write if it has not begun."""
+        with self._changed:
+            if write not in self.to_copy:
+                return
+            self.to_copy.remove(write)
+        self._post(write.gathered)
+        self._end_uncopied(write, None)
+
+    def take(self) -> Callable[[], object] | None:
+        """Return a step that may begin now."""
+        if self._to_open is not None:
+            opening, self._to_open = self._to_open, None
+            self._busy |= {"commit", "write"}
+            return partial(self._do, ("commit", "write"), partial(self.open_store, *opening))
+        for name, (queue, work) in self._steps.items():
+            if queue and name not in self._busy:
+                self._busy.add(name)
+                return partial(self._do, (name,), partial(work, queue.popleft()))
+        if self._is_stopped and self._is_idle and self.store is not None:
+            store, self.store = self.store, None
+            self._busy.add("close")
+            return partial(self._do, ("close",), partial(_close, store))
+        return None
+
+    def wait_s(self) -> float | None:
+        """Return None: no step waits for a time."""
+        return None
+
+    def _do(self, names: tuple[str, ...], work: Callable[[], object]) -> None:
+        try:
+            work()
+        finally:
+            del work
+            with self._changed:
+                self._busy.difference_update(names)
+                self._changed.notify_all()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._to_open or self._busy or self.to_copy or self.to_write or self.to_commit)
 
     def stop(self) -> None:
-        """Let the threads end behind what was asked for so far."""
-        self.to_copy.put(None)
+        """Close the store behind what was asked for so far."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until the store is closed; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_idle and self.store is None, timeout_s)
 
     def num_bytes(self, records: Mapping[Kind, Records]) -> int:
         """Return the bytes that records take in a buffer."""
         return sum(len(part.rows) * stride_of(self.pool.num_bytes(kind)) for kind, part in records.items())
 
-    # ---------------------------------------------------------------- the copier
-
-    def copy(self) -> None:
-        """Copy the pages of each write to its buffer, and pass it on."""
-        while (write := self.to_copy.get()) is not None:
-            self.copy_one(write)
-            del write  # the thread keeps no buffer while it waits
-        self.to_write.put(None)
+    # ---------------------------------------------------------------- copying
 
     def copy_one(self, write: Write) -> None:
         """Copy the pages of a write to its buffer, and pass it on."""
@@ -274,10 +319,13 @@ class _Threads:
             is_whole, error = False, DiskError(f"copying failed: {type(failure).__name__}: {failure}")
         self._post(write.gathered)
         if is_whole:
-            self.to_write.put(write)
+            self.add(self.to_write, write)
         else:
-            self._post(write.free)
-            self._post(write.done, Written([], error))
+            self._end_uncopied(write, error)
+
+    def _end_uncopied(self, write: Write, error: DiskError | None) -> None:
+        self._post(write.free)
+        self._post(write.done, Ended(error=error, result=[]))
 
     def _gather(self, write: Write) -> bool:
         """Copy pages to the buffer, and sum them; return False if the write is cancelled."""
@@ -308,23 +356,15 @@ class _Threads:
                 at += number * stride
         return parts
 
-    # ---------------------------------------------------------------- the writer
+    # ---------------------------------------------------------------- writing
 
-    def write(self) -> None:
-        """Write the records of each write, and pass all on to the index, in order."""
-        store = self.opened.get()
-        while (item := self.to_write.get()) is not None:
-            self.write_one(store, item)
-            del item  # the thread keeps no buffer while it waits
-        self.to_commit.put(None)
-
-    def write_one(self, store: DiskStore | None, item: Write | _Work) -> None:
+    def write_one(self, item: Write | _Work) -> None:
         """Write the records of a write, if there is a store, and pass it or other work on to the index."""
         if isinstance(item, Write):
-            if store is not None:
-                self._write(store, item)
+            if self.store is not None:
+                self._write(self.store, item)
             self._post(item.free)
-        self.to_commit.put(item)
+        self.add(self.to_commit, item)
 
     def _write(self, store: DiskStore, write: Write) -> None:
         try:
@@ -340,39 +380,26 @@ class _Threads:
 
     # ---------------------------------------------------------------- the index
 
-    def commit(self, open_store: Callable[[], DiskStore], opened: Callable[[DiskStore | Exception], object]) -> None:
-        """Open the store, commit the rows of writes and do all work in order, and close the store."""
+    def open_store(
+        self, open_store: Callable[[], DiskStore], opened: Callable[[DiskStore | Exception], object]
+    ) -> None:
+        """Open the store; if that fails, refuse all work."""
         try:
-            store = open_store()
+            self.store = open_store()
         except Exception as error:  # reported to the caller
-            self.opened.put(None)
+            self._refusal = DiskError(f"the disk is not open: {error}")
             self._post(opened, error)
-            self._refuse(error)
             return
-        self.opened.put(store)
-        self._post(opened, store)
-        try:
-            while (item := self.to_commit.get()) is not None:
-                self.commit_one(store, item)
-                del item
-        finally:
-            try:
-                store.close()
-            except DiskError:
-                logger.exception("the index of a disk could not be closed")
+        self._post(opened, self.store)
 
-    def commit_one(self, store: DiskStore, item: Write | _Work) -> None:
+    def commit_one(self, item: Write | _Work) -> None:
         """Commit the rows of a write, or do other work, and report its end."""
-        if isinstance(item, Write):
-            self._post(item.done, _committed(store, item))
+        if self.store is None:
+            self._post(item.done, Ended(error=self._refusal, result=[] if isinstance(item, Write) else None))
+        elif isinstance(item, Write):
+            self._post(item.done, _committed(self.store, item))
         else:
-            self._post(item.done, _done(store, item.task))
-
-    def _refuse(self, error: Exception) -> None:
-        """Answer all requests with an error: there is no store."""
-        refusal = DiskError(f"the disk is not open: {error}")
-        while (item := self.to_commit.get()) is not None:
-            self._post(item.done, Written([], refusal) if isinstance(item, Write) else Done(None, refusal))
+            self._post(item.done, _done(self.store, item.task))
 
     def _post(self, callback: Callable[..., object], *arguments: object) -> None:
         try:
@@ -381,19 +408,26 @@ class _Threads:
             logger.exception("the end of work on a disk could not be reported")
 
 
-def _committed(store: DiskStore, write: Write) -> Written:
+def _committed(store: DiskStore, write: Write) -> Ended:
     """Commit the rows of a write."""
     if write.error is not None:
-        return Written([], write.error)
+        return Ended(error=write.error, result=[])
     done = _done(store, lambda store: store.index.commit(write.rows))
-    return Written(done.result or [], done.error)
+    return done._replace(result=done.result or [])
 
 
-def _done(store: DiskStore, task: Callable[[DiskStore], Any]) -> Done:
+def _done(store: DiskStore, task: Callable[[DiskStore], Any]) -> Ended:
     try:
-        return Done(task(store))
+        return Ended(result=task(store))
     except DiskError as error:
-        return Done(None, error)
+        return Ended(error=error)
     except Exception as failure:
         logger.exception("work on the index of a disk failed")
-        return Done(None, DiskError(f"work on the index failed: {type(failure).__name__}: {failure}"))
+        return Ended(error=DiskError(f"work on the index failed: {type(failure).__name__}: {failure}"))
+
+
+def _close(store: DiskStore) -> None:
+    try:
+        store.close()
+    except DiskError:
+        logger.exception("the index of a disk could not be closed")

@@ -11,17 +11,19 @@ from typing import NamedTuple
 import numpy as np
 
 from raydix.actors.tiers.disk_errors import DiskError
-from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write, Written
+from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write
 from raydix.actors.tiers.due_prefixes import DuePrefixes
+from raydix.actors.tiers.job_threads import Ended
+from raydix.actors.tiers.last_day import LastDay
 from raydix.actors.tiers.record_file import stride_of
 from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.cache_core import KVPool, RadixKey, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.move import Move
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.page_records import KINDS, Kind, PageRecords
 from raydix.cache_core.tiers.record_keeper import RecordKeeper
 from raydix.cache_core.tiers.tier import Tier
+from raydix.cache_core.tiers.writes import Writes
 from raydix.cache_core.tree.page_hashes import path_hashes
 
 logger = logging.getLogger(__name__)
@@ -59,12 +61,12 @@ class _Batch:
     """Moves that are written together.
 
     Attributes:
-        moves: each with the `Moves` that it belongs to.
+        moves: each with the `Writes` that it belongs to.
         numbers: of their records, by kind.
         due: the prefixes of which they are parts.
     """
 
-    moves: list[tuple[Moves, Move]]
+    moves: list[tuple[Writes, Move]]
     numbers: Mapping[Kind, Sequence[int]]
     due: list[RadixKey]
     num_bytes: int
@@ -85,25 +87,28 @@ class DiskWrites:
 
     Args:
         sources: the tiers in memory, the pool first.
-        all_moves: from each of them to the disk.
+        all_writes: from each of them to the disk.
         keepers: of the disk's records.
+        last_day: sums the bytes of a day.
         reserve: slots of the last source that are to be on the disk or free; 0: only what is due is written.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
-        all_moves: Sequence[Moves],
+        all_writes: Sequence[Writes],
         keepers: Mapping[Kind, RecordKeeper],
+        last_day: LastDay,
         reserve: int = 0,
     ) -> None:
         self.counts = DiskWriteCounts()
+        self.last_day = last_day
         self.is_ahead = True  # whether the reserve is free or written, as far as it was looked at
         self._sources = sources
-        self._all_moves = all_moves
+        self._all_writes = all_writes
         self._keepers = keepers
         self._reserve = reserve
-        self._page = all_moves[0].lower.cache.page_size
+        self._page = all_writes[0].lower.cache.page_size
         self._due = DuePrefixes()
         self._has_more = False  # whether due prefixes were not looked at, as a slice has ended
         self._elsewhere: list[RadixKey] = []  # due prefixes that lie in another tier than the batch in the making
@@ -133,6 +138,11 @@ class DiskWrites:
         return self.is_ahead and not (self._due or self._blocked or self._waiting or self._batches)
 
     @property
+    def has_more(self) -> bool:
+        """Whether prefixes are due, or a part of the reserve is not written."""
+        return bool(self.num_due) or not self.is_ahead
+
+    @property
     def may_look_on(self) -> bool:
         """Whether a slice has left due prefixes, or a part of the reserve while no write is in flight.
 
@@ -142,7 +152,7 @@ class DiskWrites:
 
     def ask_again(self) -> None:
         """Look at the whole reserve again: pages of more namespaces are kept now."""
-        self._all_moves[-1].ask_again()
+        self._all_writes[-1].restart_round()
 
     def resume(self, namespaces: Iterable[str | None]) -> None:
         """Look at the due prefixes of namespaces again, of which the spaces are built now."""
@@ -162,16 +172,6 @@ class DiskWrites:
         self._waiting.forget(is_meant)
         self._blocked = [key for key in self._blocked if not is_meant(key.extra_key)]
 
-    # ---------------------------------------------------------------- without tensors
-
-    def write_instantly(self, key: RadixKey) -> None:
-        """Write a prefix in this call: for tiers without KV."""
-        while (found := self._plan(key, MOST_PAGES)) is not None:
-            moves, move = found
-            moves.finish(move, move.num_pages)
-            if move.stop >= len(key):
-                break
-
     # ---------------------------------------------------------------- writes
 
     def set_sizes(self, record_bytes: Mapping[Kind, int]) -> int:
@@ -187,7 +187,7 @@ class DiskWrites:
     @property
     def window_pages(self) -> int:
         """The pages of which the window KV is written together; 0: there is no window."""
-        window = self._all_moves[0].upper.cache.radix.parts.window
+        window = self._all_writes[0].upper.cache.radix.parts.window
         return 0 if window is None else -(-window.tail // self._page) + 1
 
     def begin(self, writer: DiskWriter, spaces: SpaceBindings) -> None:
@@ -208,7 +208,7 @@ class DiskWrites:
         """Whether a write would be dropped, or cut, and records of the disk will be free soon."""
         if self._batches and not self._has_room():
             return True
-        most = min(MOST_PAGES, self._all_moves[-1].batch_pages) + self.window_pages
+        most = min(MOST_PAGES, self._all_writes[-1].batch_pages) + self.window_pages
         wanted: dict[Kind, int] = {"full": most, "swa": most, "state": 1}
         return any(
             keeper.num_leaving and self._num_free(kind) < min(wanted[kind], max(1, keeper.num_records // 2))
@@ -222,7 +222,7 @@ class DiskWrites:
 
     def _num_free(self, kind: Kind) -> int:
         """Return the free records of a kind on the disk."""
-        cache = self._all_moves[0].lower.cache
+        cache = self._all_writes[0].lower.cache
         swa, states = cache.allocator.swa, cache.pools.states
         if kind == "state":
             return 0 if states is None else states.available_size()
@@ -232,7 +232,7 @@ class DiskWrites:
 
     def _next_batch(self, buffer_bytes: int, spaces: SpaceBindings) -> _Batch | None:
         """Plan the moves of a batch, all from one tier; None: nothing is to be written, or this slice finds nothing."""
-        found: list[tuple[Moves, Move]] = []
+        found: list[tuple[Writes, Move]] = []
         due: list[RadixKey] = []
         num_bytes = num_looked_at = 0
         page_bytes = max(1, self._strides.get("full", 0) + self._strides.get("swa", 0))
@@ -254,7 +254,7 @@ class DiskWrites:
                 continue
             taken = self._bytes_of(planned[1])
             if num_bytes + taken > buffer_bytes:
-                planned[0].finish(planned[1], 0, False)
+                planned[0].complete(planned[1], 0, False)
                 self.offer(key)
                 break
             found.append(planned)
@@ -269,46 +269,45 @@ class DiskWrites:
         numbers = {kind: self._numbers_of(kind, [move for _, move in found]) for kind in self._keepers}
         return _Batch(found, numbers, due, num_bytes, found[0][0].upper is self._sources[0].tier)
 
-    def _plan(self, key: RadixKey, num_pages: int, only: Moves | None = None) -> tuple[Moves, Move] | None:
+    def _plan(self, key: RadixKey, num_pages: int, only: Writes | None = None) -> tuple[Writes, Move] | None:
         """Begin to write a due prefix from the tier that has most of it.
 
         Args:
             only: of the only tier from which it may be written; None: of any.
         """
-        lower = self._all_moves[0].lower.cache
-        found = [moves.upper.cache.radix.cached_lens(key) for moves in self._all_moves]
+        lower = self._all_writes[0].lower.cache
+        found = [moves.upper.cache.radix.cached_lens(key) for moves in self._all_writes]
         lengths, known = [usable for usable, _ in found], lower.radix.cached_lens(key)
         stop = max(lengths)
         if known[0] >= min(stop, len(key)):
             self.counts.due_gone += max(known[1], *(full for _, full in found)) < len(key)
             return None
-        moves = self._all_moves[lengths.index(stop)]
+        moves = self._all_writes[lengths.index(stop)]
         if only is not None and moves is not only:
             self._elsewhere.append(key)
             return None
         node, _ = moves.upper.cache.radix.locate(key, stop)
-        if self._keepers:  # Other disks evict for a write.
-            num_pages = min(num_pages, max(1, lower.free_slots // self._page))
+        num_pages = min(num_pages, max(1, lower.free_slots // self._page))
         refused = moves.counts.writes_refused
-        others = [other for other in self._all_moves if other is not moves]
-        move = moves.plan_write(node, min(num_pages, moves.batch_pages), others)
+        others = [other for other in self._all_writes if other is not moves]
+        move = moves.prepare_prefix(node, min(num_pages, moves.batch_pages), others)
         if move is not None:
             return moves, move
         if moves.counts.writes_refused > refused:
             self.counts.no_room += 1
-        elif any(not flying.is_load for other in self._all_moves for flying in other.in_flight):
+        elif any(other.in_flight for other in self._all_writes):
             self._blocked.append(key)
         return None
 
-    def _coldest(self, buffer_bytes: int) -> tuple[list[tuple[Moves, Move]], int]:
+    def _coldest(self, buffer_bytes: int) -> tuple[list[tuple[Writes, Move]], int]:
         """Begin to write the KV that the last tier in memory would drop next."""
-        moves, found, num_bytes = self._all_moves[-1], list[tuple[Moves, Move]](), 0
-        plan = moves.plan_demotion(self._reserve)
+        moves, found, num_bytes = self._all_writes[-1], list[tuple[Writes, Move]](), 0
+        plan = moves.prepare(self._reserve)
         self.is_ahead = plan.is_ahead
         for move in plan.moves:
             taken = self._bytes_of(move)
             if num_bytes + taken > buffer_bytes:
-                moves.finish(move, 0, False)
+                moves.complete(move, 0, False)
                 continue
             found.append((moves, move))
             num_bytes += taken
@@ -356,7 +355,8 @@ class DiskWrites:
         first, stop = move.first // page, move.stop // page
         live_from = stop - len(move.target_windows)
         above = max(0, min(first, live_from, stop - 1) - 1)  # The parent of the first page is needed, too.
-        hashes = path_hashes(move.source.node, page, above, stop)
+        assert move.node is not None, "a load is not written"
+        hashes = path_hashes(move.node, page, above, stop)
         digests = dict(enumerate(map(bytes.fromhex, hashes), start=above))
         key, unit = move.key, move.key.unit * page
         for place, start in enumerate(move.target_starts.tolist(), start=first):
@@ -378,18 +378,18 @@ class DiskWrites:
     def _end_gathering(self, batch: _Batch) -> None:
         """Unlock the pages of a batch: they are in a buffer, or will not be copied."""
         for moves, move in batch.moves:
-            moves.let_go(move)
+            moves.release_source(move)
         batch.reads_pool = False
-        if not self.lock_pool:
+        if not self.locks_pool:
             waiting, self._after_writes = self._after_writes, []
             for resume in waiting:
                 resume()
 
-    def _end(self, batch: _Batch, written: Written) -> None:
+    def _end(self, batch: _Batch, written: Ended) -> None:
         """Publish the pages of the moves of which all rows are committed: some may be of a deleted space."""
         self._batches.discard(batch)
         there: dict[Kind, set[int]] = {kind: set() for kind in self._keepers}
-        for row in written.rows:
+        for row in written.result:
             there[row.kind].add(row.record)
         for kind, numbers in batch.numbers.items():
             refused = [number for number in numbers if number not in there[kind]]
@@ -398,10 +398,11 @@ class DiskWrites:
             is_done = not move.is_retired and all(
                 there[kind].issuperset(self._numbers_of(kind, (move,))) for kind in self._keepers
             )
-            moves.finish(move, move.num_pages if is_done else 0, is_done)
-        is_there = bool(written.rows)
+            moves.complete(move, move.num_pages if is_done else 0, is_done)
+        is_there = bool(written.result)
         self.counts.num_writes += is_there
         self.counts.num_bytes += batch.num_bytes * is_there
+        self.last_day.add(batch.num_bytes * is_there)
         if written.error is not None:
             self.counts.num_failed += 1
             logger.warning("KV could not be written to the disk: %s", written.error)
@@ -417,7 +418,7 @@ class DiskWrites:
     # ---------------------------------------------------------------- requests that lack slots
 
     @property
-    def lock_pool(self) -> bool:
+    def locks_pool(self) -> bool:
         """Whether pages of the pool are locked, as they are being copied to a buffer."""
         return any(batch.reads_pool for batch in self._batches)
 
@@ -429,7 +430,7 @@ class DiskWrites:
         for batch in self._batches:
             if batch.reads_pool and batch.write is not None:
                 writer.cancel(batch.write)
-        return not self.lock_pool
+        return not self.locks_pool
 
     def after_writes(self, resume: Callable[[], object]) -> None:
         """Call `resume` once, when no page of the pool is locked by a write any more."""

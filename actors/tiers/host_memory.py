@@ -67,9 +67,6 @@ class HostMemory:
         self._state = RESERVING
         self._pool: RecordPool | None = None
         self._pinned: PinnedMemory | None = None
-        if layout.num_bytes == 0:
-            self._pool, self._state = RecordPool(layout), READY
-            return
         threading.Thread(target=self._run, args=(name,), name="raydix-host-memory", daemon=True).start()
 
     @property
@@ -86,11 +83,6 @@ class HostMemory:
     def pinned(self) -> bool:
         """Whether all of the memory is registered with CUDA."""
         return self._pinned is not None and self._pinned.is_ready
-
-    @property
-    def pin_error(self) -> str:
-        """Why the memory could not be registered with CUDA; empty: it is registered, or will be, or need not be."""
-        return "" if self._pinned is None else self._pinned.error
 
     def close(self) -> None:
         """Give the memory back, once nothing else refers to the pool. A reservation ends behind its ranges."""

@@ -10,7 +10,8 @@ from functools import partial
 
 from raydix.actors.tiers import disk_errors
 from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter, Done
+from raydix.actors.tiers.disk_writer import DiskWriter
+from raydix.actors.tiers.job_threads import Ended
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import Kind
 from raydix.cache_core.tiers.record_keeper import Numbers, RecordKeeper
@@ -56,7 +57,7 @@ class LeavingRows:
         self._is_committing = True
         writer.submit(partial(delete_rows, removed=removed), partial(self._end, kind, numbers))
 
-    def _end(self, kind: Kind, numbers: Numbers, done: Done) -> None:
+    def _end(self, kind: Kind, numbers: Numbers, done: Ended) -> None:
         self._is_committing = False
         if done.error is None:
             self._keepers[kind].rows_deleted(numbers)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from raydix.actors.tiers.copier import Copied
+from raydix.actors.tiers.job_threads import Ended
 from raydix.cache_core.tiers.move import Move
 from raydix.cache_core.tiers.page_records import CopyPlan, Pairs
 from raydix.cache_core.tree.packed_slots import Starts
@@ -43,7 +43,7 @@ class MoveBatch:
         upper, lower, _ = pages.pairs()
         self.plan = CopyPlan(upper, lower, windows.pairs(), states.pairs())
 
-    def results(self, copied: Copied) -> Iterator[tuple[Move, int, bool]]:
+    def results(self, copied: Ended) -> Iterator[tuple[Move, int, bool]]:
         """Yield each move, its number of copied leading pages, and whether its windows and states were copied, too."""
         for move, end in zip(self.moves, self._ends, strict=True):
             num_pages = min(max(0, copied.num_pages - (end - move.num_pages)), move.num_pages)

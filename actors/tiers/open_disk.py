@@ -39,12 +39,12 @@ def open_disk(
 
     Returns:
         The store; or, where another process still has it, that error: the tier goes on trying. None: the cache has no
-        disk tier, or one without files.
+        disk tier.
 
     Raises:
         CacheUnavailable: the disk cannot be used, or another cache of this process uses the folder.
     """
-    if config.disk is None or not config.pool.has_tensors:
+    if config.disk is None:
         return None
     try:
         sizes = disk_sizes(config)

@@ -18,7 +18,8 @@ from typing import Any
 from raydix.actors.tiers.disk_errors import DiskError, IndexDamaged, index_values
 from raydix.actors.tiers.disk_index import Space
 from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter, Done
+from raydix.actors.tiers.disk_writer import DiskWriter
+from raydix.actors.tiers.job_threads import Ended
 from raydix.cache_core import RadixKey
 from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces, Models
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
@@ -253,7 +254,7 @@ class SpaceBindings:
             new, self._new = self._new, []
             writer.submit(partial(_add_spaces, spaces=[_row(space) for space in new]), partial(self._end_adding, new))
 
-    def _end_adding(self, spaces: Sequence[DiskSpace], done: Done) -> None:
+    def _end_adding(self, spaces: Sequence[DiskSpace], done: Ended) -> None:
         if done.error is not None:  # The index refuses all rows of these spaces. The next write makes others.
             self._spaces.end(spaces)
             self._on_error(done.error)
@@ -265,7 +266,7 @@ class SpaceBindings:
             writer.submit(partial(_delete_empty, numbers=numbers), self._end_deleting)
         return len(numbers) == _DELETED_AT_ONCE
 
-    def _end_deleting(self, done: Done) -> None:
+    def _end_deleting(self, done: Ended) -> None:
         if done.error is not None:  # The next start deletes them.
             self._on_error(done.error)
 

@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
-from raydix.actors.tiers.copier import Copied, Copier, Copy
+from raydix.actors.tiers.copier import Copier, Copy
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.move_batch import MoveBatch
-from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.loads import Filled, Loads
+from raydix.cache_core.tiers.look_up import LookUp
 from raydix.cache_core.tiers.move import Move
-from raydix.cache_core.tiers.moves import Finished, Moves
 
 logger = logging.getLogger(__name__)
 
-STALL_S = 30.0  # for which nothing is loaded after a chunk that did not come back
-GRACE_S = 0.25  # for which the last chunk of a late load is waited for
+STALL_S = 30.0  # pause of loads after a chunk that did not come back
+GRACE_S = 0.25  # grace for the last chunk of a late load
 _PREFETCH_SHARE = 0.25  # share of the pool that prefetches in flight may take
 
 # Ends the only move of a batch; returns its result, and whether all of it was copied.
-Finish = Callable[[MoveBatch, Copied], tuple[Finished, bool]]
+Finish = Callable[[MoveBatch, Ended], tuple[Filled, bool]]
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
     """A load in flight."""
 
-    copier: Copier
     copy: Copy
     timer: asyncio.TimerHandle | None = None
     is_given_up: bool = False  # no request waits for it any more, as its chunk does not come back
 
 
 class TierLoads:
-    """The loads from one tier to the pool. A cache without tensors loads in the call that asks.
+    """The loads from one tier to the pool.
 
     A load that is late ends behind its chunk, with the pages that were copied. A tier that may stall does not wait
     for that chunk longer than 0.25 s, and for a chunk of a prefetch no longer than the tier's time limit: then nothing
     is loaded from it for 30 s, all its loads end, and the requests of those that cannot end begin again.
 
-    Prefetches use the last copier alone, and give way there to loads that requests wait for.
+    Prefetches give way to loads that requests wait for.
 
     Args:
-        moves: between the pool and the tier.
+        moves: the loads from the tier, without copies.
         timeout_s: time limit of a load of which the request has none, and of each chunk of a prefetch; 0: nothing is
             loaded for them.
         finish: ends a move that was copied.
@@ -62,7 +62,7 @@ class TierLoads:
 
     def __init__(
         self,
-        moves: Moves,
+        moves: Loads,
         timeout_s: float,
         finish: Finish,
         on_end: Callable[[], object],
@@ -81,27 +81,22 @@ class TierLoads:
         self._may_prefetch = may_prefetch
         self._may_stall = may_stall
         self._clock = clock
-        self._copiers: Sequence[Copier] = ()
-        self._rates: dict[Copier, float] = {}  # copier -> bytes a second of its recent loads
+        self._copier: Copier | None = None
+        self._rate: float | None = None  # bytes a second of recent loads
         self._token_bytes = 0.0
-        self._is_instant = False
         self._stalled_until = float("-inf")
         self._loads: dict[Move, _Load] = {}
-        self._owners: dict[Move, Callable[[Finished], object]] = {}
+        self._owners: dict[Move, Callable[[Filled], object]] = {}
         self._waiting: dict[Move, list[Callable[[bool], object]]] = {}
 
-    def open(self, copiers: Sequence[Copier], token_bytes: float) -> None:
-        """Load with these copiers from now on.
+    def open(self, copier: Copier, token_bytes: float) -> None:
+        """Load with this copier from now on.
 
         Args:
-            copiers: at least one. Their owner closes them.
+            copier: its owner closes it.
             token_bytes: that are read for a token.
         """
-        self._copiers, self._token_bytes = copiers, max(1.0, token_bytes)
-
-    def open_instant(self) -> None:
-        """Let loads end in the call that begins them: there are no tensors."""
-        self._is_instant = True
+        self._copier, self._token_bytes = copier, max(1.0, token_bytes)
 
     @property
     def is_stalled(self) -> bool:
@@ -110,16 +105,16 @@ class TierLoads:
 
     # ---------------------------------------------------------------- loads
 
-    def load(self, lease: LeaseRecord, limit: int | None, timeout_s: float | None) -> Move | None:
+    def load(self, lease: LeaseRecord, look_up: LookUp, timeout_s: float | None) -> Move | None:
         """Begin to load the part of a new lease's prompt that the tier has and the lease lacks.
 
         Args:
-            limit: the lease reuses at most so many tokens.
+            look_up: of the lease's key, in this step.
             timeout_s: the load ends after this time, with the pages that were copied; 0: nothing is loaded; None: the
                 tier's own.
 
         Returns:
-            The move in flight, for `when_loaded`; None: there is nothing to load, or it was loaded in this call.
+            The move in flight, for `when_loaded`; None: there is nothing to load.
 
         Raises:
             OutOfSlotsError: a lease that only locks finds no room; nothing has changed.
@@ -128,54 +123,46 @@ class TierLoads:
             timeout_s = self.timeout_s
         if not timeout_s or self.is_stalled or not self._is_ready():
             return None
-        if self.moves.lower.longest_prefix(lease.key) <= lease.prefix_len:
+        wanted = look_up.length(self.moves.source)
+        if wanted <= lease.prefix_len:
             return None
-        wanted = len(lease.key) if limit is None else min(limit, len(lease.key))
-        in_time = wanted if not self._rates else self._in_time(lease.prefix_len, timeout_s)
-        move = self.moves.plan_load(lease, min(wanted, in_time))
+        in_time = wanted if self._rate is None else self._in_time(lease.prefix_len, timeout_s, self._rate)
+        move = self.moves.prepare(lease, look_up, in_time)
         if move is not None:
-            return move if self._begin(move, timeout_s) else None
-        if in_time < wanted and not self._loads:
-            self._rates.clear()  # Rates that allow no load would never be measured again.
-        return None
+            self._begin(move, timeout_s)
+        elif in_time < wanted and not self._loads:
+            self._rate = None  # A rate that allows no load would never be measured again.
+        return move
 
-    def _in_time(self, prefix_len: int, timeout_s: float) -> int:
+    def _in_time(self, prefix_len: int, timeout_s: float, rate: float) -> int:
         """Return how long a prefix may be so that its load ends in time, at the rate of recent loads."""
-        queued = self._quietest().bytes_ahead() if self._loads else 0
-        page = self.moves.upper.cache.page_size
-        num_bytes = max(0.0, timeout_s * min(self._rates.values()) - queued)
+        assert self._copier is not None
+        queued = self._copier.bytes_ahead() if self._loads else 0
+        page = self.moves.pool.page_size
+        num_bytes = max(0.0, timeout_s * rate - queued)
         return prefix_len + int(num_bytes / self._token_bytes) // page * page
 
-    def _quietest(self) -> Copier:
-        if len(self._copiers) == 1:
-            return self._copiers[0]
-        return min(self._copiers, key=lambda copier: copier.bytes_ahead())
-
-    def _begin(self, move: Move, timeout_s: float | None) -> bool:
-        """Begin to copy a load; return False if it has ended already.
+    def _begin(self, move: Move, timeout_s: float | None) -> None:
+        """Begin to copy a load.
 
         Args:
             timeout_s: None: it is a prefetch.
         """
-        if self._is_instant:
-            self.moves.finish(move, move.num_pages)
-            return False
-        is_prefetch, batch = timeout_s is None, MoveBatch((move,))
-        copier = self._copiers[-1] if is_prefetch else self._quietest()
+        assert self._copier is not None
+        batch = MoveBatch((move,))
 
-        def end(copied: Copied) -> None:
+        def end(copied: Ended) -> None:
             self._end(batch, copied)
 
-        copy = copier.load(batch.plan, end, timeout_s, is_awaited=not is_prefetch)
-        load = self._loads[move] = _Load(copier, copy)
+        copy = self._copier.load(batch.plan, end, timeout_s, is_awaited=timeout_s is not None)
+        load = self._loads[move] = _Load(copy)
         if self._may_stall:
             wait_s, check = (
                 (self.timeout_s, self._watch) if timeout_s is None else (timeout_s + GRACE_S, self._end_late)
             )
             load.timer = asyncio.get_running_loop().call_later(wait_s, check, move)
-        return True
 
-    def when_loaded(self, move: Move, on_end: Callable[[Finished], object]) -> None:
+    def when_loaded(self, move: Move, on_end: Callable[[Filled], object]) -> None:
         """Call `on_end` on the loop when the load of a lease has ended."""
         self._owners[move] = on_end
 
@@ -184,18 +171,14 @@ class TierLoads:
         """Whether loads are in flight."""
         return bool(self._loads)
 
-    def is_in_flight(self, move: Move) -> bool:
-        """Return whether a load has not ended."""
-        return move in self._loads
-
-    def running_load(self, key: RadixKey, limit: int | None) -> Move | None:
+    def running_load(self, look_up: LookUp) -> Move | None:
         """Return the load in flight that brings the next page of a request's key; None if there is none.
 
         A load that was given up, or of a stalled tier, may never end: no request may wait for it.
         """
         if not self._loads or self.is_stalled:
             return None
-        move = self.moves.running_load(key, limit)
+        move = self.moves.running(look_up)
         return None if move is None or self._loads[move].is_given_up else move
 
     def wait_for(self, move: Move, resume: Callable[[bool], object]) -> None:
@@ -206,38 +189,38 @@ class TierLoads:
         """Let a load give way to no other one any more, as a request waits for it."""
         self._loads[move].copy.is_awaited = True
 
-    def prefetch(self, key: RadixKey) -> Move | None:
+    def prefetch(self, look_up: LookUp) -> Move | None:
         """Begin to load the prefix of a key for no lease, and return the move.
 
         None: there is nothing to load, or no room, or requests wait for room, or the time limit of the tier is 0.
         """
         if not self.timeout_s or self.is_stalled or not self._is_ready() or not self._may_prefetch():
             return None
-        upper = self.moves.upper
+        pool = self.moves.pool
         in_flight = sum(move.num_tokens for move in self._loads if move not in self._owners)
-        room = max(0, int(_PREFETCH_SHARE * upper.cache.num_slots) - in_flight)
-        move = self.moves.plan_prefetch(key, upper.longest_prefix(key) + room)
+        room = max(0, int(_PREFETCH_SHARE * pool.cache.num_slots) - in_flight)
+        move = self.moves.prepare_prefetch(look_up, look_up.length(pool) + room)
         if move is not None:
             self._begin(move, None)
         return move
 
     # ---------------------------------------------------------------- ends
 
-    def _end(self, batch: MoveBatch, copied: Copied) -> None:
+    def _end(self, batch: MoveBatch, copied: Ended) -> None:
         (move,) = batch.moves
         load = self._loads.pop(move, None)
         if load is None:  # `stop` has ended it
             return
         if load.timer is not None:
             load.timer.cancel()
-        if (rate := load.copier.counts(loads=True).bytes_per_s) is not None:
-            self._rates[load.copier] = rate
+        if self._copier is not None and (rate := self._copier.counts(loads=True).bytes_per_s) is not None:
+            self._rate = rate
         self.num_late += copied.end == "late"
         finished, is_whole = self._finish(batch, copied)
         self._answer(move, finished, is_whole)
         self._on_end()
 
-    def _answer(self, move: Move, finished: Finished, is_whole: bool) -> None:
+    def _answer(self, move: Move, finished: Filled, is_whole: bool) -> None:
         """Call back the owner of a load, then the requests that wait for it."""
         if (owner := self._owners.pop(move, None)) is not None:
             owner(finished)
@@ -247,7 +230,7 @@ class TierLoads:
     def _end_late(self, move: Move) -> None:
         """End a load that is late; if its chunk has not come back, the tier is stalled."""
         load = self._loads[move]
-        load.copier.cancel(load.copy)
+        self._cancel(load)
         if load.copy.result is None:  # else its end is on its way
             self._stall_as_silent()
 
@@ -260,6 +243,10 @@ class TierLoads:
             load.timer = asyncio.get_running_loop().call_later(left_s, self._watch, move)
         else:
             self._stall_as_silent()
+
+    def _cancel(self, load: _Load) -> None:
+        if self._copier is not None:
+            self._copier.cancel(load.copy)
 
     def _stall_as_silent(self) -> None:
         if not self.is_stalled:
@@ -276,7 +263,7 @@ class TierLoads:
         self.num_stalls += 1
         self._stalled_until = self._clock() + STALL_S
         for move, load in list(self._loads.items()):
-            load.copier.cancel(load.copy)
+            self._cancel(load)
             if load.copy.result is None and not load.is_given_up:
                 self._give_up(move, load)
 
@@ -286,18 +273,18 @@ class TierLoads:
         if load.timer is not None:
             load.timer.cancel()
         is_wanted = bool(move.target.filling_for)
-        self.moves.give_up(move)
-        self._answer(move, Finished(0, None, is_wanted), False)
+        self.moves.abandon(move)
+        self._answer(move, Filled(0, None, is_wanted), False)
 
     @property
     def name(self) -> str:
         """The tier's name."""
-        return self.moves.lower.name
+        return self.moves.source.name
 
     # ---------------------------------------------------------------- the end
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End all loads, without callbacks. It blocks for one chunk of each copier at most.
+        """End all loads, without callbacks. It blocks for the chunks that are being copied.
 
         Leases that were being filled end, so no request may wait for them any more.
 
@@ -309,14 +296,14 @@ class TierLoads:
         """
         self._waiting.clear()
         self._owners.clear()
-        upper = self.moves.upper.cache
+        pool = self.moves.pool.cache
         for move, load in self._loads.items():
             if load.timer is not None:
                 load.timer.cancel()
             if session_id := move.target.filling_for:
-                upper.release(move.target.lease_id, session_id)
-        for copier in self._copiers:
-            copier.stop_all(timeout_s)
+                pool.release(move.target.lease_id, session_id)
+        if self._copier is not None:
+            self._copier.stop_all(timeout_s)
         for move, load in list(self._loads.items()):
             if load.copy.result is not None:
                 self._finish(MoveBatch((move,)), load.copy.result)
@@ -324,8 +311,7 @@ class TierLoads:
         return not self._loads
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """End all loads, as `stop` does, and let none begin. The copiers may be closed and freed afterwards."""
+        """End all loads, as `stop` does, and let none begin. The copier may be closed and freed afterwards."""
         has_ended = self.stop(timeout_s)
-        self._copiers = ()
-        self._rates.clear()
+        self._copier = self._rate = None
         return has_ended

@@ -10,19 +10,10 @@ from raydix.cache_core.leases.results import PoolSizes
 from raydix.schemas import DiskPoolStats, PoolStats
 
 if TYPE_CHECKING:
-    from raydix.cache_core.tiers.moves import Moves
+    from raydix.cache_core.tiers.loads import Loads
     from raydix.cache_core.tiers.page_records import Kind
     from raydix.cache_core.tiers.record_keeper import RecordKeeper
-
-_COUNTS = (  # of `MoveCounts`, and of the statistics
-    ("written", "tokens_written"),
-    ("loaded", "tokens_loaded"),
-    ("loaded_unused", "tokens_loaded_unused"),
-    ("dropped", "tokens_dropped"),
-    ("failed", "tokens_failed"),
-    ("writes_refused", "writes_refused"),
-    ("states_not_published", "states_not_published"),
-)
+    from raydix.cache_core.tiers.writes import Writes
 
 
 def pool_stats(sizes: PoolSizes | None, evicted: int) -> PoolStats | None:
@@ -77,10 +68,19 @@ def _disk_pool(pool: PoolStats, keeper: RecordKeeper | None, slots_of_record: in
     return DiskPoolStats(**fields, unread_slots=unread, dormant_slots=dormant, leaving_slots=leaving)
 
 
-def move_stats(all_moves: Sequence[Moves]) -> dict[str, Any]:
-    """Return the sums of the counts of all moves to one tier, by their field."""
-    sums = {field: sum(getattr(moves.counts, count) for moves in all_moves) for count, field in _COUNTS}
-    return sums | {"moves_in_flight": sum(len(moves.in_flight) for moves in all_moves)}
+def move_stats(loads: Loads, all_writes: Sequence[Writes]) -> dict[str, Any]:
+    """Return the counts of the loads from a tier, and the sums of those of all writes to it, by their field."""
+    loaded, written = loads.counts, [writes.counts for writes in all_writes]
+    return {
+        "tokens_written": sum(counts.written for counts in written),
+        "tokens_loaded": loaded.loaded,
+        "tokens_loaded_unused": loaded.loaded_unused,
+        "tokens_dropped": sum(counts.dropped for counts in written),
+        "tokens_failed": loaded.failed + sum(counts.failed for counts in written),
+        "writes_refused": sum(counts.writes_refused for counts in written),
+        "states_not_published": loaded.states_not_published,
+        "moves_in_flight": len(loads.in_flight) + sum(len(writes.in_flight) for writes in all_writes),
+    }
 
 
 def without_zeros(counts: dict[str, int]) -> dict[str, int]:

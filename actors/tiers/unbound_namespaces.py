@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.request_observer import RequestObserver
 
 _MOST = 64  # namespaces that are remembered
 
 
-class UnboundNamespaces:
+class UnboundNamespaces(RequestObserver):
     """Observes the first tier's cache, and remembers the last namespaces in which pages were published.
 
     Args:
@@ -37,15 +37,3 @@ class UnboundNamespaces:
         """Forget retired namespaces, until pages are published there again."""
         for namespace in [namespace for namespace in self._latest if is_meant(namespace)]:
             del self._latest[namespace]
-
-    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """Do nothing."""
-
-    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """Do nothing."""
-
-    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """Do nothing."""
-
-    def ended(self, lease: LeaseRecord) -> None:
-        """Do nothing."""

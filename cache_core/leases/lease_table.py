@@ -95,7 +95,7 @@ class LeaseRecord:
         self.filling_for: str | None = None
         self.loaded_len = 0  # tokens of `prefix_len` that loads brought
         self.disk_loaded_len = 0  # the tokens among them that came from the disk
-        self.loads: tuple[tuple[Any, int], ...] = ()  # the `MoveCounts` of each load, and its tokens
+        self.loads: tuple[tuple[Any, int], ...] = ()  # the `LoadCounts` of each load, and its tokens
 
     @property
     def private_starts(self) -> Starts:

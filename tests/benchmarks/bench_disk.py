@@ -25,13 +25,14 @@ import torch
 from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
 from numpy.typing import NDArray
 
-from raydix.actors.tiers.copier import Copied, Copier
+from raydix.actors.tiers.copier import Copier
 from raydix.actors.tiers.disk_copies import NUM_LANES, PART_BYTES, DiskCopies
 from raydix.actors.tiers.disk_index import IndexLayout
-from raydix.actors.tiers.disk_readers import NUM_READERS
+from raydix.actors.tiers.disk_readers import NUM_LOADS
 from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Records, Written
+from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Records
 from raydix.actors.tiers.disk_writes import MOST_PAGES
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.record_file import CALL_BYTES, aligned_bytes
 from raydix.cache_core import RecordLayout, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
@@ -69,7 +70,8 @@ class Disk:
             SCATTERED: np.random.default_rng(0).permutation(self.number) + 1,
         }
         self._store, self._space = self._runner.run(self._open(path, layout))
-        self._copiers = [Copier(DiskCopies(self._pool, self._store)) for _ in range(NUM_READERS)]
+        threads = self._writer.threads
+        self._copier = Copier(DiskCopies(self._pool, self._store, threads), threads=threads, num_loads=NUM_LOADS)
         self._batches = {how: self._batches_of(numbers) for how, numbers in self._orders.items()}
         self._fd = os.open(path / "plain.bin", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         self._plain = aligned_bytes(num_bytes)  # memory of plain loops, as large as the pool
@@ -90,8 +92,7 @@ class Disk:
 
     def close(self) -> None:
         """End the threads, and close the files."""
-        for copier in self._copiers:
-            copier.close()
+        self._copier.close()
         self._writer.close()
         os.close(self._fd)
         self._runner.close()
@@ -103,7 +104,7 @@ class Disk:
         self._runner.run(self._write(self._batches[how]))
 
     async def _write(self, batches: list[Records]) -> None:
-        ended, may_write = asyncio.Queue[Written](), asyncio.Event()
+        ended, may_write = asyncio.Queue[Ended](), asyncio.Event()
         self._writer.on_free = may_write.set
         for records in batches:
             while not self._writer.may_write:
@@ -112,7 +113,7 @@ class Disk:
             self._writer.write({"full": records}, lambda: None, ended.put_nowait)
         for _ in batches:
             written = await ended.get()
-            assert written.rows and written.error is None, written.error
+            assert written.result and written.error is None, written.error
 
     def _batches_of(self, numbers: Numbers) -> list[Records]:
         """Return the writes of records, as large as the disk tier makes them."""
@@ -130,10 +131,10 @@ class Disk:
 
     async def _load(self, parts: list[Numbers]) -> None:
         ends = [asyncio.get_running_loop().create_future() for _ in parts]
-        for part, copier, end in zip(parts, self._copiers, ends, strict=False):
-            copier.load(CopyPlan(part * PAGE, part * PAGE), end.set_result)
+        for part, end in zip(parts, ends, strict=True):
+            self._copier.load(CopyPlan(part * PAGE, part * PAGE), end.set_result)
         for found in await asyncio.gather(*ends):
-            assert isinstance(found, Copied) and found.end == "whole", found
+            assert isinstance(found, Ended) and found.end == "whole", found
 
     # ---------------------------------------------------------------- plain loops
 
@@ -165,7 +166,7 @@ class Disk:
         for how in self._orders:
             works[f"write, {how}"] = partial(self.write, how)
             works[f"plain write, {how}"] = partial(self.plain, how, 1, is_write=True)
-            for num_loads in range(1, NUM_READERS + 1):
+            for num_loads in range(1, NUM_LOADS + 1):
                 name = f"{num_loads} load{'s' * (num_loads > 1)}, {how}"
                 works[name] = partial(self.load, how, num_loads)
                 works[f"plain {name}"] = partial(self.plain, how, NUM_LANES * num_loads, is_write=False)

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.observe.trace import TracedRequest, read_trace
 from raydix.actors.replay.arrivals import Arrivals
-from raydix.actors.tiers.copier import Copied, Copy, CopyCounts, End
-from raydix.cache_core.tiers.moves import BATCH_BYTES
+from raydix.actors.tiers.copier import Copy, CopyCounts
+from raydix.actors.tiers.job_threads import End, Ended
 from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies
+from raydix.cache_core.tiers.writes import BATCH_BYTES
 from raydix.schemas import CacheConfig, CacheStats, HostConfig, PoolConfig, PoolExhausted, TierStats
 
-Done = Callable[[Copied], object]
+Done = Callable[[Ended], object]
 
 TOKEN_BYTES = 128 * 1024
 POOL_BLOCKS, HOST_BLOCKS = 1_000, (4_000, 8_000)
@@ -117,7 +118,7 @@ class TimedCopier:
         if copy.result is None:
             self._queue.remove(copy)
             self._counts[copy.is_load].ends[end] += 1
-            copy.result = Copied(copy.num_pages, end)
+            copy.result = Ended(copy.num_pages, end)
             asyncio.get_running_loop().call_soon(copy.done, copy.result)
 
     def cancel(self, copy: Copy) -> None:
@@ -203,10 +204,10 @@ async def _simulate(trace: Sequence[TracedRequest], host: HostConfig, bytes_per_
         await lease.insert(tokens, release=True)
 
     async with LocalPrefixCache(CacheConfig(page_size=page, pool=pool, host=host)) as cache:
-        tiers = cache.service.tiers
+        tiers = cache.service.host
         assert tiers is not None
         tiers.make_copier = make_copier  # type: ignore[method-assign]
-        tiers.moves.batch_pages = max(1, min(tiers.moves.batch_pages, BATCH_BYTES // (page * TOKEN_BYTES)))
+        tiers.writes.batch_pages = max(1, min(tiers.writes.batch_pages, BATCH_BYTES // (page * TOKEN_BYTES)))
         while tiers.state != "ready":
             time.sleep(0.01)  # noqa: ASYNC251 -- a thread reserves the memory, in real time
         started = loop.time()

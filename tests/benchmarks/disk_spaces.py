@@ -100,7 +100,7 @@ async def fill(path: Path, num_spaces: int) -> None:
     async with LocalPrefixCache(config_of(path, num_spaces)) as cache:
         disk = await ready(cache)
         for first in range(1, num_spaces + 1, _PART):
-            await disk._do(partial(add_part, numbers=range(first, min(first + _PART, num_spaces + 1))))
+            await disk.files.do(partial(add_part, numbers=range(first, min(first + _PART, num_spaces + 1))))
 
 
 def add_part(store: DiskStore, *, numbers: range) -> None:

@@ -104,7 +104,7 @@ async def slices(path: Path, seconds: float) -> list[Figure]:
     token_bytes = 16 * 1024
     async with LocalPrefixCache(with_disk(config_of(token_bytes, None), path)) as cache:
         disk, longest = await ready(cache), [0.0]
-        disk._run_slice = timed(disk._run_slice, longest)  # type: ignore[method-assign]
+        disk.work.run_slice = timed(disk.work.run_slice, longest)  # type: ignore[method-assign]
         with no_collection():
             ended = asyncio.Event()
             load = asyncio.ensure_future(publish_until(ended, cache, Prompts(), WRITTEN_MIB_S * 2**20 / token_bytes))
@@ -129,12 +129,12 @@ async def slices(path: Path, seconds: float) -> list[Figure]:
     ]
 
 
-def timed(work: Callable[[], None], longest: list[float]) -> Callable[[], None]:
+def timed(work: Callable[..., None], longest: list[float]) -> Callable[..., None]:
     """Return the work, which notes the most CPU time of its calls."""
 
-    def run() -> None:
+    def run(*arguments: Any) -> None:
         started = time.thread_time()
-        work()
+        work(*arguments)
         longest[0] = max(longest[0], time.thread_time() - started)
 
     return run

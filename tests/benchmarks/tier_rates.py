@@ -16,6 +16,7 @@ from benchmarks.figures import Figure
 from support.models.sample_trace import beside_trace
 
 from raydix.actors.observe.trace import BLOCK, TracedRequest, read_trace
+from raydix.actors.replay.instant_tiers import TierConfigs
 from raydix.actors.replay.trace_replay import Replay, index_config, index_disk, replay
 from raydix.schemas import DiskConfig, HostConfig
 
@@ -71,7 +72,7 @@ def _disk_figures(quick: bool) -> Iterator[Figure]:
 
 def _replayed(trace: list[TracedRequest], host_blocks: int, host_policy: str, disk: DiskConfig | None = None) -> Replay:
     host = HostConfig.model_validate({"num_slots": host_blocks * BLOCK, "policy": host_policy})
-    return asyncio.run(replay(trace, index_config(DEVICE_BLOCKS * BLOCK, host=host, disk=disk)))
+    return asyncio.run(replay(trace, index_config(DEVICE_BLOCKS * BLOCK), TierConfigs(host, disk)))
 
 
 def _figure(what: str, value: float, unit: str, noun: str, reference: float, within: float) -> Figure:

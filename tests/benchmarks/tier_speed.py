@@ -317,7 +317,7 @@ async def answers(num_loads: int) -> Figure:
     noted: list[NotedCopies] = []
     times: list[float] = []
     async with LocalPrefixCache(config_of(TOKEN_BYTES, host_of(8))) as cache:
-        tiers = cache.service.tiers
+        tiers = cache.service.host
         assert tiers is not None
 
         def make_copier(copies: PageCopies) -> Copier:

@@ -20,8 +20,9 @@ from support.tiers.pool_pages import (
 )
 from support.waiting import wait_until
 
-from raydix.actors.tiers.copier import Copied, Copier
+from raydix.actors.tiers.copier import Copier
 from raydix.actors.tiers.host_memory import HostMemory
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.transport import pinned_memory
 from raydix.cache_core import RecordLayout, RecordPool
 from raydix.cache_core.pool import record_copies
@@ -67,7 +68,7 @@ async def test_a_copier_writes_to_registered_memory_and_loads_from_it(memory: Ho
 
         (copier.write if down else copier.load)(plan, ended.set_result)
 
-        assert await ended == Copied(len(plan), "whole")
+        assert await ended == Ended(len(plan), "whole")
         assert contents(target) == wanted
     copier.close()
 

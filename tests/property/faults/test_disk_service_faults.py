@@ -83,7 +83,7 @@ async def check_copies(path: Path) -> None:
             await rig.twice([5] * 8)
             rig.core.evict(10**6)
             before, may_write = copies.counts["gather"], threading.Event()
-            go_on, writer = copies.stall("gather"), rig.disk._writer
+            go_on, writer = copies.stall("gather"), rig.disk.files.writer
             assert writer is not None
             writer.submit(lambda store: may_write.wait(60), lambda done: None)
             for _ in range(2):
@@ -110,11 +110,11 @@ async def check_namespaces(path: Path) -> None:
             for name in (None, "a"):
                 await rig.twice([5] * 8, namespace=name)
             go_on = copies.stall("gather")
-            rig.disk._paused_until = float("inf")
+            rig.disk.work.paused_until = float("inf")
             for name in (None, None, "a", "a"):
                 rig.request([1] * 16, name)
-            rig.disk._paused_until = 0
-            rig.disk._run_slice()
+            rig.disk.work.paused_until = 0
+            rig.disk.work.run_slice()
             rig.retire("new", "a")
             go_on()
             await rig.settle()
@@ -145,9 +145,9 @@ async def check_cancelled(path: Path) -> None:
         await rig.twice([5] * 8)
         rig.request([1] * 16)
         rig.request([1] * 16)
-        rig.disk._run_slice()
-        for write in rig.disk._writer._writes:  # type: ignore[union-attr]
-            rig.disk._writer.cancel(write)  # type: ignore[union-attr]
+        rig.disk.work.run_slice()
+        for write in rig.disk.files.writer._writes:  # type: ignore[union-attr]
+            rig.disk.files.writer.cancel(write)  # type: ignore[union-attr]
         await rig.settle()
         rig.core.evict(10**6)
         assert await rig.lengths([1] * 16) == [16]

@@ -15,12 +15,12 @@ from support.traffic.tiered_service import Shape, run_traffic
 
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.wait_queue import Waiter, WaitQueue
-from raydix.actors.tiers.copier import Copied
+from raydix.actors.tiers.host_tier import HostTier
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.tier_loads import TierLoads
-from raydix.actors.tiers.tier_manager import TierManager
 from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.kv_cache import KVCache
-from raydix.cache_core.tiers.moves import Moves
+from raydix.cache_core.tiers.loads import Loads
 
 SHAPES = [Shape(1, 16, 24), Shape(2, 16, 24, window=3), Shape(1, 16, 24, num_states=10)]
 SEEDS = range(8)  # the first ones find most faults
@@ -35,14 +35,14 @@ fault, late_fault = FAULTS.register, FAULTS.register_late
 
 @late_fault
 def a_write_ends_while_one_of_its_pages_is_copied(patch: Patch) -> None:
-    def cancel_writes(self: TierManager) -> bool:
+    def cancel_writes(self: HostTier) -> bool:
         assert self.copier is not None
-        for batch, copy in list(self._writes.items()):
+        for batch, copy in list(self._batches.items()):
             self.copier.cancel(copy)
-            self._finish_write(batch, copy.result or Copied(copy.num_pages + 1, "cancelled"))
+            self._finish_write(batch, copy.result or Ended(copy.num_pages + 1, "cancelled"))
         return True
 
-    patch.setattr(TierManager, "cancel_writes", cancel_writes)
+    patch.setattr(HostTier, "cancel_writes", cancel_writes)
 
 
 # ---------------------------------------------------------------- retirements
@@ -50,10 +50,10 @@ def a_write_ends_while_one_of_its_pages_is_copied(patch: Patch) -> None:
 
 @late_fault
 def a_request_does_not_begin_again_after_other_weights(patch: Patch) -> None:
-    def finish(original: Any, self: Moves, move: Any, num_pages: int, is_whole: bool | None = None) -> Any:
-        return original(self, move, num_pages, is_whole)._replace(must_restart=False)
+    def complete(original: Any, self: Loads, load: Any, num_pages: int, is_whole: bool | None = None) -> Any:
+        return original(self, load, num_pages, is_whole)._replace(must_restart=False)
 
-    around(patch, Moves, "finish", finish)
+    around(patch, Loads, "complete", complete)
 
 
 # ---------------------------------------------------------------- tickets
@@ -84,7 +84,7 @@ def the_lease_of_a_ticket_that_was_given_up_stays(patch: Patch) -> None:
 
 @fault
 def those_that_wait_for_writes_are_not_told_of_their_end(patch: Patch) -> None:
-    patch.setattr(TierManager, "after_writes", lambda self, resume: None)
+    patch.setattr(HostTier, "after_writes", lambda self, resume: None)
 
 
 @late_fault
@@ -129,11 +129,11 @@ def evict_in_order(cache: TieredService) -> None:
         cache.tiers.write_ahead()
         for copy in cache.writes:
             cache.copier.finish(copy)
-    assert cache.tiers.moves.counts.written
+    assert cache.tiers.writes.counts.written
     before = cache.service.core.counters.acquires
     for oldest in used:
         cache.service.core.evict(1)
-        left = [token for token in used if cache.tiers.moves.upper.longest_prefix(RadixKey([token]))]
+        left = [token for token in used if cache.tiers.writes.upper.longest_prefix(RadixKey([token]))]
         assert left == used[used.index(oldest) + 1 :]
     assert before == 40, "writes count as requests"
 

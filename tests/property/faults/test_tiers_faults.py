@@ -17,7 +17,9 @@ from raydix.cache_core.leases.lease_table import LeaseTable
 from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.radix.prefix_cache import PrefixCache
 from raydix.cache_core.radix.tree_parts import TreeParts
-from raydix.cache_core.tiers.moves import Moves
+from raydix.cache_core.tiers import loads, writes
+from raydix.cache_core.tiers.loads import Loads
+from raydix.cache_core.tiers.writes import Writes
 
 SHAPES = [Shape(2), Shape(2, window=3), Shape(1, states=12), Shape(1, host_pages=6)]
 SEEDS = range(12)  # the first ones find most faults
@@ -32,12 +34,13 @@ fault, late_fault, fault_of_order = FAULTS.register, FAULTS.register_late, FAULT
 
 @fault
 def a_middle_range_is_copied(patch: Patch) -> None:
-    def add(original: Any, self: Moves, *arguments: Any) -> Any:
-        move = original(self, *arguments)
+    def new_move(original: Any, *arguments: Any) -> Any:
+        move = original(*arguments)
         move.source_starts = np.roll(move.source_starts, 1)
         return move
 
-    around(patch, Moves, "_add", add)
+    for module in (loads, writes):
+        around(patch, module, "new_move", new_move)
 
 
 @fault
@@ -66,12 +69,12 @@ def a_request_that_begins_again_counts_twice(patch: Patch) -> None:
 
 @fault
 def two_requests_load_the_same_pages(patch: Patch) -> None:
-    patch.setattr(Moves, "running_load", lambda self, key, limit=None: None)
+    patch.setattr(Loads, "running", lambda self, look_up: None)
 
 
 @fault
 def two_writes_copy_the_same_pages(patch: Patch) -> None:
-    patch.setattr(Moves, "_is_being_read", lambda self, missing: False)
+    patch.setattr(Writes, "_is_being_read", lambda self, missing: False)
 
 
 @fault
@@ -97,12 +100,12 @@ def window_kv_that_was_not_copied_is_published(patch: Patch) -> None:
 
 @fault
 def the_tree_gets_a_state_slot_that_was_not_filled(patch: Patch) -> None:
-    def add_spare(original: Any, self: Moves, move: Any) -> None:
+    def add_spare(original: Any, self: Loads, move: Any) -> None:
         targets = move.target_states
         original(self, move)
         move.target_states = targets
 
-    around(patch, Moves, "_add_spare", add_spare)
+    around(patch, Loads, "_add_spare", add_spare)
 
 
 @late_fault

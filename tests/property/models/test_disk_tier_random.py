@@ -77,11 +77,11 @@ class Traffic:
         """Write all of the pool to the host."""
         rig = self.rig
         if rig.host_moves is not None:
-            for move in rig.host_moves.plan_demotion(10**6).moves:
+            for move in rig.host_moves.writes.prepare(10**6).moves:
                 pool, host = rig.pools["device"], rig.pools["host"]
                 assert pool is not None and host is not None
                 host.pages[move.target_starts // PAGE] = pool.pages[move.source_starts // PAGE]
-                rig.host_moves.finish(move, move.num_pages)
+                rig.host_moves.complete(move, move.num_pages)
 
     async def wait(self) -> None:
         await asyncio.sleep(self.rng.choice((0, 0, 0.001, 0.01)))

@@ -14,6 +14,7 @@ from support.fleet import running_fleet
 from support.fleet.faulty_feed import FaultyFeed
 from support.fleet.running_fleet import caught_up, check_index, local_fleet, prompt, slim, until
 from support.more import more
+from support.tiers.settled_tiers import tensors
 
 from raydix.actors import Fleet, Lease, LocalPrefixCache, PrefixCacheClient, Route, connect_fleet
 from raydix.actors.fleet import cache_feed, members
@@ -30,7 +31,7 @@ NUM_OPERATIONS_LONG = 3_000
 def config_of(name: str) -> CacheConfig:
     """Return the configuration of a cache: every second one has a host tier."""
     has_tier = int(name.removeprefix("cache-")) % 2
-    return slim(256, host=HostConfig(num_slots=1024) if has_tier else None)
+    return slim(256, pool=tensors(256), host=HostConfig(num_slots=1024) if has_tier else None)
 
 
 class Traffic:

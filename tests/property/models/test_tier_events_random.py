@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,9 +18,9 @@ import pytest
 from support.faults.faults import Catalogue, Fault, Patch, around
 from support.more import more
 from support.reference.event_index import ReplayedIndex, resident_blocks, resident_others
+from support.tiers.settled_tiers import quick_disk, service_of, tiers_settled, whole_host
 
 from raydix.actors.service import sliced_snapshot
-from raydix.actors.service.cache_service import CacheService
 from raydix.actors.service.event_feed import EventFeed
 from raydix.actors.service.sliced_snapshot import _Changes
 from raydix.actors.service.tier_feeds import TierFeeds
@@ -46,21 +47,21 @@ from raydix.schemas import (
     SlimEventBatch,
     SlimEventSnapshot,
     TokenIds,
+    WaitingResponse,
+    WaitRequest,
     frame_namespace,
 )
 
 PAGE = 4
 NUM_OPERATIONS = 150
 TIERS = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+POOL: dict[str, Any] = {"num_slots": 16 * PAGE, "format": "opaque", "slot_bytes": 4, "device": "cpu"}
+WINDOW, STATES = {"swa_slot_bytes": 4}, {"num_state_slots": 6, "state_bytes": 4}
 POOLS: dict[str, dict[str, Any]] = {
-    "full": {"pool": {"num_slots": 16 * PAGE}},
-    "window": {"pool": {"num_slots": 16 * PAGE}, "sliding_window_size": 2 * PAGE},
-    "mamba": {"kind": "mamba", "pool": {"num_slots": 16 * PAGE, "num_state_slots": 6}},
-    "both": {
-        "kind": "mamba",
-        "pool": {"num_slots": 16 * PAGE, "num_state_slots": 6},
-        "sliding_window_size": 2 * PAGE,
-    },
+    "full": {"pool": POOL},
+    "window": {"pool": POOL | WINDOW, "sliding_window_size": 2 * PAGE},
+    "mamba": {"kind": "mamba", "pool": POOL | STATES},
+    "both": {"kind": "mamba", "pool": POOL | WINDOW | STATES, "sliding_window_size": 2 * PAGE},
 }
 
 
@@ -74,18 +75,18 @@ class TierTraffic:
 
     OPERATIONS = (("publish", 30), ("lock", 6), ("evict", 6), ("retire", 0.5), ("reset", 0.3))
 
-    def __init__(self, kind: str, events: str, seed: int) -> None:
+    def __init__(self, kind: str, events: str, seed: int, path: Path) -> None:
         self.rng = Random(f"{kind}/{events}/{seed}")
-        disk = {"path": "/nowhere", "num_slots": 60 * PAGE}
         fields = {
             "page_size": PAGE,
             "events": events,
-            "host": {"num_slots": 40 * PAGE},
-            "disk": disk,
+            "host": whole_host(40 * PAGE),
+            "disk": quick_disk(path, 60 * PAGE),
             "fingerprint": "m",
         }
         stride = {"events_stride_tokens": PAGE} if events == "slim" else {}
-        self.service = CacheService(CacheConfig.model_validate(fields | stride | POOLS[kind]), "e")
+        config = CacheConfig.model_validate(fields | stride | POOLS[kind])
+        self.service = service_of(config, name=f"{kind}-{events}-{seed}")
         for name in ("worker", "reader"):
             self.service.open_session(OpenSession(session_id=name, owner=name))
         self.has_states = self.service.config.kind == "mamba"
@@ -103,7 +104,11 @@ class TierTraffic:
     async def step(self) -> None:
         """Run one operation; then compare all readers with the tiers."""
         names, weights = zip(*self.OPERATIONS, strict=True)
-        getattr(self, self.rng.choices(names, weights)[0])()
+        name = self.rng.choices(names, weights)[0]
+        if (done := getattr(self, name)()) is not None:
+            await done
+        if name == "publish":
+            await tiers_settled(self.service)
         for tier in TIERS:
             if self.rng.random() < 0.1:
                 self.late[tier].join()
@@ -116,7 +121,7 @@ class TierTraffic:
             if has_joined or self.rng.random() < 0.1:
                 reader.check()
 
-    def publish(self) -> None:
+    async def publish(self) -> None:
         """Acquire a lease of some pages, publish a part of them, and release it."""
         rng, lease_id = self.rng, f"lease-{self.num_leases}"
         self.num_leases += 1
@@ -125,6 +130,8 @@ class TierTraffic:
         tokens = TokenIds.pack(ids)
         namespace = None if lora_id is None else frame_namespace(None, lora_id, None)
         (lease,) = self.ask(AcquireRequest(lease_id=lease_id, tokens=tokens, namespace=namespace, timeout_s=0))
+        if isinstance(lease, WaitingResponse):
+            lease = await self.service.wait(WaitRequest(session_id="worker", epoch="e", ticket=lease.ticket))
         if isinstance(lease, CacheError):
             return
         assert isinstance(lease, LeaseResponse)
@@ -172,7 +179,7 @@ class TierReader:
 
     def __init__(self, traffic: TierTraffic, tier: str) -> None:
         self.service, self.traffic, self.tier = traffic.service, traffic, tier
-        self.tree: Any = self.service.lower.tier(tier).cache.tree  # type: ignore[union-attr]
+        self.tree: Any = self.service._handlers._caches[tier].tree  # type: ignore[attr-defined]
         self.seq = self.num_joins = self.num_slices = 0
         self.joining: asyncio.Task[Any] | None = None
         self.begin()
@@ -277,13 +284,13 @@ class SlimReader(TierReader):
         assert stored == set(resident_blocks(self.tree)) | marks
 
 
-async def run(kind: str, events: str, seed: int, num_operations: int) -> TierTraffic:
+async def run(kind: str, events: str, seed: int, num_operations: int, path: Path) -> TierTraffic:
     """Run so many operations."""
-    traffic = TierTraffic(kind, events, seed)
+    traffic = TierTraffic(kind, events, seed, path)
     try:
         for _ in range(num_operations):
             await traffic.step()
-        traffic.service.lower.check_invariants()  # type: ignore[union-attr]
+        traffic.service.tiers.check_invariants()
     finally:
         for reader in traffic.slow.values():
             if reader.joining is not None:
@@ -295,8 +302,8 @@ async def run(kind: str, events: str, seed: int, num_operations: int) -> TierTra
 @pytest.mark.parametrize("seed", [0, *more(*range(1, 12))])
 @pytest.mark.parametrize("events", ["full", "slim"])
 @pytest.mark.parametrize("kind", POOLS)
-async def test_readers_have_the_pages_of_their_tier(kind: str, events: str, seed: int) -> None:
-    traffic = await run(kind, events, seed, NUM_OPERATIONS)
+async def test_readers_have_the_pages_of_their_tier(kind: str, events: str, seed: int, tmp_path: Path) -> None:
+    traffic = await run(kind, events, seed, NUM_OPERATIONS, tmp_path)
 
     assert traffic.num_loaded or seed  # a few of the others load nothing
     seqs = [traffic.first[tier].seq for tier in TIERS]
@@ -396,10 +403,10 @@ def the_load_of_the_cache_is_in_the_events_of_the_host(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize("plant", FAULTS.cases())
-async def test_a_planted_fault_is_caught(plant: Fault, monkeypatch: Patch) -> None:
+async def test_a_planted_fault_is_caught(plant: Fault, monkeypatch: Patch, tmp_path: Path) -> None:
     plant(monkeypatch)
 
     with pytest.raises((AssertionError, KeyError)):
         for events in ("full", "slim"):
             for seed in range(3):
-                await run("full", events, seed, NUM_OPERATIONS)
+                await run("full", events, seed, NUM_OPERATIONS, tmp_path)

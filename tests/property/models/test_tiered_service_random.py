@@ -16,17 +16,13 @@ SHAPES = [
     Shape(4, num_states=10, window=6, **SIZES),
     Shape(4, bigram=True, **SIZES),
     Shape(1, has_tenants=True, **SIZES),
-    Shape(1, admit="second_use", **SIZES),
-    Shape(4, window=6, admit="second_use", **SIZES),
-    Shape(1, num_states=10, admit="second_use", **SIZES),
 ]
 IN_A_THREAD = [Shape(1, has_thread=True, **SIZES), Shape(2, window=3, has_thread=True, **SIZES)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_lease_reads_a_wrong_stamp_and_no_slot_is_lost(shape: Shape) -> None:
-    # Few pages of a window are used twice before they are gone.
-    done = run_traffic(shape, range(2), 1_200 if shape.window and shape.admit == "second_use" else 450)
+    done = run_traffic(shape, range(2), 450)
 
     assert done["loaded"] and done["served late"] and done["retirement"], "little has happened"
     assert done["write, whole"] and done["write, failed"] and done["load, whole"]

@@ -116,7 +116,9 @@ def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace
 @pytest.mark.more
 def test_a_description_starts_a_cache_of_the_same_configuration(namespace: str, tmp_path: Path) -> None:
     file, where = tmp_path / "cache.yaml", ["--namespace", namespace]
-    options = ("page_size=8", "pool.num_slots=128", "ghost={}", "eviction.low_watermark=0.25", "fingerprint=1e5")
+    pool = ("num_slots=128", "num_layers=1", "num_kv_heads=1", "head_dim=2", "dtype=float32", "device=cpu")
+    options = ("page_size=8", "ghost={}", "eviction.low_watermark=0.25", "fingerprint=1e5")
+    options += tuple(f"pool.{field}" for field in pool)
     settings = [part for each in options for part in ("--set", each)]
     (started,) = run_json(
         "start", "--name", "chat", *settings, "--host-capacity", "4x", "--disk", f"{tmp_path}:8x", *where
@@ -131,21 +133,13 @@ def test_a_description_starts_a_cache_of_the_same_configuration(namespace: str, 
     assert first["digest"] == second["digest"] == CacheConfig.model_validate(first["config"]).digest()
     assert first["config"]["leases"]["max_waiters"] == 1024
     assert "max_waiters" not in file.read_text()
-    assert "\n# host tier: 512 slots, no tensors, evicted by 2q\n" in file.read_text()
-    assert "\n# disk tier: 1,024 slots, no tensors, written at the second use\n" in file.read_text()
+    assert "\n# host tier: 512 slots, 8.1 KiB, evicted by 2q\n" in file.read_text()
+    assert "\n# disk tier: 1,024 slots, " in file.read_text()
+    assert f", written at the second use, in {first['disk']['path']}\n" in file.read_text()
     assert first["host"] == started["host"] == second["host"]
-    assert (
-        first["disk"]
-        == started["disk"]
-        == {
-            "num_slots": 1024,
-            "num_swa_slots": 0,
-            "num_state_slots": 0,
-            "num_bytes": 0,
-            "path": None,
-            "admit": "second_use",
-        }
-    )
+    assert first["disk"] == started["disk"]
+    wanted = {"num_slots": 1024, "num_swa_slots": 0, "num_state_slots": 0, "admit": "second_use"}
+    assert {name: first["disk"][name] for name in wanted} == wanted
     assert (first["host"]["num_slots"], first["config"]["host"]["num_slots"]) == (512, 512)
     mismatch = run("start", "-c", file, "--set", "page_size=16", *where, exit_code=1).stderr
     assert "page_size is 8, not 16" in mismatch

@@ -59,38 +59,17 @@ def test_a_host_tier_gives_back_the_evicted_tokens_and_their_share_is_named(tmp_
 
     assert (large["reused_tokens"], large["evicted_tokens"]) == (1024 + 512 + 1024, 3 * 1024)
     tokens = {"loaded_tokens": 2048, "written_tokens": 2048, "dropped_tokens": 0, "written_pages_per_request": 4 / 5}
-    rules = {"policy": "2q", "admit": "all"}
     assert large["device_hit_rate_percent"] == pytest.approx(100 * 512 / 4608)
-    assert large["host"] == {"capacity": 4096, **rules, **tokens, "loaded_percent": 100 * 2048 / 4608}
+    assert large["host"] == {"capacity": 4096, "policy": "2q", **tokens, "loaded_percent": 100 * 2048 / 4608}
     assert larger["host"] == large["host"] | {"capacity": 7680}
     assert "1,024 lru 4.1k 2q 55.56 % 11.11 % 44.44 % 3.1k" in " ".join(text.split())
 
 
-def test_a_host_tier_may_take_pages_at_their_second_use_alone(tmp_path: Path) -> None:
-    prompts = [(1024, [1, 2]), (1024, [3, 4]), (1024, [1, 2]), (1024, [5, 6]), (1024, [1, 2])]
-    sizes = ("--capacity", 1024, "--host-capacity", "4x", "--host-policy", "lru", "--host-admit", "second_use")
-
-    (row,) = run_json("replay", write_trace(tmp_path, prompts), *sizes)
-    text = run("replay", tmp_path / "trace.jsonl", *sizes).stdout
-
-    assert (row["host"]["admit"], row["host"]["loaded_tokens"], row["host"]["written_tokens"]) == (
-        "second_use",
-        1024,
-        1024,
-    )
-    assert "1,024 lru 4.1k lru second_use 20.00 %" in " ".join(text.split())
-
-
-@pytest.mark.parametrize("where", [pytest.param([], id="here"), pytest.param(["--ray"], marks=pytest.mark.more)])
-def test_a_disk_tier_gets_a_page_at_its_second_use_and_its_share_is_named(
-    where: list[str], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if where:
-        request.getfixturevalue("ray_cluster")
+def test_a_disk_tier_gets_a_page_at_its_second_use_and_its_share_is_named(tmp_path: Path) -> None:
     prompts = [(1024, [1, 2]), (1024, [3, 4]), (1024, [1, 2]), (1024, [3, 4]), (1024, [1, 2]), (512, [5]), (512, [3])]
     sizes = ("--capacity", 1024, "--disk-capacity", "4x", "--disk-admit", "second_use", "--disk-admit", "all")
 
-    second, every = run_json("replay", write_trace(tmp_path, prompts), *sizes, *where)
+    second, every = run_json("replay", write_trace(tmp_path, prompts), *sizes)
     text = run("replay", tmp_path / "trace.jsonl", *sizes[:4], "--host-capacity", 1024, "--host-policy", "lru").stdout
 
     # Pages 1 to 4 are computed twice, and written then. Their third uses load them.
@@ -109,8 +88,7 @@ def test_a_disk_tier_gets_a_page_at_its_second_use_and_its_share_is_named(
     [
         (("--host-policy", "lru"), "--host-policy must come with --host-capacity\n  try: --host-capacity 4x"),
         (("--host-capacity", "4x", "--ghost"), "--ghost does not go with --host-capacity: it estimates caches without"),
-        (("--host-admit", "all"), "--host-admit must come with --host-capacity"),
-        (("--host-capacity", "4x", "--host-admit", "some"), "--host-admit must be 'all' or 'second_use'"),
+        (("--host-capacity", "4x", "--ray"), "--ray does not go with --host-capacity: the tiers of a replay are in"),
         (("--disk-admit", "all"), "--disk-admit must come with --disk-capacity\n  try: --disk-capacity 4x"),
         (("--disk-capacity", "4x", "--ghost"), "--ghost does not go with --disk-capacity: it estimates caches without"),
         (("--disk-capacity", "1TiB"), "--disk-capacity must be tokens, such as 200_000 or 1M, not '1TiB': a trace"),

@@ -337,8 +337,8 @@ def test_a_request_whose_load_is_late_computes_and_the_next_one_hits(make_caches
     assert "lookup_timeouts" not in counts
     open_gates(caches)
     (cache,) = caches.caches  # a load that was given up keeps its pages until its chunk has ended
-    assert cache.service.tiers is not None
-    wait_until(lambda: caches.stats().open_leases == 0 and not cache.service.tiers.moves.in_flight)
+    assert cache.service.host is not None
+    wait_until(lambda: caches.stats().open_leases == 0 and not cache.service.host.loads.moves.in_flight)
 
     assert patient.run(prompt).num_hit == 192
 

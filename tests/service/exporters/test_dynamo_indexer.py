@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from random import Random
 from typing import Any
 from urllib.error import URLError
@@ -19,11 +20,12 @@ from urllib.request import Request, urlopen
 
 import pytest
 from support.exporters.running_exporter import FREE_PORT, PAGE, exporting, full, host_of, publish, restart, tokens
+from support.tiers.settled_tiers import NO_SPARE, quick_disk, tensors, tiers_settled, whole_host
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.exporters.vllm_events import VllmEventExporter
 from raydix.cache_core import KVCache
-from raydix.schemas import CacheConfig, DiskConfig, EvictionConfig, HostConfig, frame_namespace
+from raydix.schemas import CacheConfig, frame_namespace
 
 PINNED = "1.6.1"
 pytestmark = pytest.mark.skipif(
@@ -182,18 +184,15 @@ async def test_it_counts_the_group_of_the_full_kv_alone(indexer: Indexer) -> Non
                 assert await indexer.scores(model, ids) == found
 
 
-async def test_it_finds_in_each_tier_what_a_match_finds_there(indexer: Indexer) -> None:
-    tiers = {
-        "host": HostConfig(num_slots=32 * PAGE),
-        "disk": DiskConfig(path="/nowhere", num_slots=64 * PAGE),
-        "fingerprint": "m",
-    }
-    config = full(8, eviction=EvictionConfig(high_watermark=1.0), **tiers)
+async def test_it_finds_in_each_tier_what_a_match_finds_there(indexer: Indexer, tmp_path: Path) -> None:
+    tiers = {"host": whole_host(32 * PAGE), "disk": quick_disk(tmp_path, 64 * PAGE), "fingerprint": "m"}
+    config = full(8, pool=tensors(8 * PAGE), eviction=NO_SPARE, **tiers)
     random, model, num_deeper, num_on_disk = Random(7), "model-tiers", 0, 0
     async with LocalPrefixCache(config) as cache, exporting(cache, replay_endpoint=FREE_PORT) as exporter:
         await indexer.register(exporter, 9, model)
         for number in range(60):
             await publish(cache, *[random.randrange(3) for _ in range(random.randrange(1, 6))])
+            await tiers_settled(cache)
             if number % 6 == 5:
                 await cache.evict(random.randrange(1, 8) * PAGE, random.choice(["device", "host"]))
             if number % 12 == 8:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -12,6 +13,7 @@ from support.exporters.running_exporter import FREE_PORT, PAGE, exported, full, 
 from support.exporters.vllm_subscriber import VllmSubscriber
 from support.faults.faults import around
 from support.more import more
+from support.tiers.settled_tiers import NO_SPARE, quick_disk, tensors, tiers_settled, whole_host
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.exporters import vllm_events
@@ -20,9 +22,6 @@ from raydix.actors.exporters.vllm_format import VllmEncoder
 from raydix.schemas import (
     AllBlocksCleared,
     CacheConfig,
-    DiskConfig,
-    EvictionConfig,
-    HostConfig,
     InvalidRequest,
     StaleEpoch,
 )
@@ -31,12 +30,12 @@ NUM_PAGES = 8
 
 
 def tiered(**fields: Any) -> CacheConfig:
-    """Return the configuration of a small cache without tensors, with a host tier and a disk."""
-    disk = DiskConfig(path="/nowhere", num_slots=30 * PAGE)
+    """Return the configuration of a small cache with a host tier and a disk, in a folder of its own."""
     given = {
-        "eviction": EvictionConfig(high_watermark=1.0),
-        "host": HostConfig(num_slots=20 * PAGE),
-        "disk": disk,
+        "pool": tensors(NUM_PAGES * PAGE),
+        "eviction": NO_SPARE,
+        "host": whole_host(20 * PAGE),
+        "disk": quick_disk(tempfile.mkdtemp(), 30 * PAGE),
         "fingerprint": "m",
     }
     return full(NUM_PAGES, **given | fields)
@@ -97,6 +96,7 @@ async def run_random_traffic(seed: int, num_actions: int = 150) -> VllmSubscribe
             with suppress(StaleEpoch):  # of the first verb after a restart
                 await act(random, cache, exporter, subscriber)
             if number % 10 == 9 or number == num_actions - 1:
+                await tiers_settled(cache)
                 await subscriber.agrees(exporter, cache)
     return subscriber
 
@@ -162,9 +162,11 @@ async def test_one_tier_can_be_exported_alone(tier: str, medium: str) -> None:
         await subscriber.caught_up(exporter, cache)
         for page in (*range(1, 15), *range(1, 15)):
             await publish(cache, page)
+            await tiers_settled(cache)
         await cache.reset()
         for page in (*range(1, 15), *range(1, 15)):
             await publish(cache, page)
+            await tiers_settled(cache)
         assert await subscriber.agrees(exporter, cache)
         cleared = [event for batch in subscriber.batches for event in batch.events if not hasattr(event, "medium")]
 

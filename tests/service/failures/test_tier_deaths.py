@@ -63,7 +63,7 @@ async def hold_copies(cache: Any, kind: str, gate: Path) -> None:
         import os
         import time
 
-        tiers = actor._host.service.tiers
+        tiers = actor._host.service.host
         assert tiers._is_ready()
         copy = getattr(tiers._copies, kind)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,13 +13,13 @@ from pydantic import ValidationError
 from support.fleet.running_fleet import STRIDE, caught_up, check_index, local_fleet, prompt, publish, slim, until
 from support.more import more
 from support.tiers.gated_loads import GatedLoads, host_config, publish_on_host
+from support.tiers.settled_tiers import NO_SPARE, quick_disk, tensors, tiers_settled, whole_host
 
 from raydix.actors import LocalPrefixCache, connect_fleet
 from raydix.actors.fleet import cost, members
-from raydix.schemas import DiskConfig, HostConfig, PoolConfig, RouteConfig
+from raydix.schemas import PoolConfig, RouteConfig
 
-HOST = HostConfig(num_slots=16_384)
-TIERED = slim(host=HOST)
+TIERED = slim(pool=tensors(4096), host=whole_host(16_384), eviction=NO_SPARE)
 THREE = {"a": TIERED, "b": TIERED, "c": slim()}
 
 
@@ -28,7 +30,8 @@ def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def evict(cache: LocalPrefixCache, tier: str, num_tokens: int = 16_384) -> None:
-    """Evict tokens of a tier; those of the pool are written to the host before."""
+    """Evict tokens of a tier; those of the pool are on the host before."""
+    await tiers_settled(cache)
     await cache.evict(num_tokens, tier)
 
 
@@ -59,6 +62,7 @@ async def test_an_explanation_has_the_tokens_of_both_tiers() -> None:
         await publish(caches["a"], prompt(1, 2), prompt(1, 4))
         await evict(caches["a"], "device", 2 * STRIDE)  # the later part is on the host alone
         await publish(caches["b"], prompt(1, 3))
+        await tiers_settled(caches["b"])
         await caught_up(fleet, dict(caches))
 
         found = fleet.explain(prompt(1, 5))
@@ -73,7 +77,7 @@ async def test_an_explanation_has_the_tokens_of_both_tiers() -> None:
             ("c", 0, 0, 0, 5 * STRIDE, 2 * 5 * STRIDE),
         ]
         pages = {row.cache: (row.pages, row.host_pages) for row in fleet.stats().caches}
-        assert pages == {"a": (2, 4), "b": (3, 0), "c": (0, 0)}
+        assert pages == {"a": (2, 4), "b": (3, 3), "c": (0, 0)}
 
 
 @pytest.mark.parametrize(("share", "winner"), [(0.0, "a"), (0.74, "a"), (0.76, "b"), (1.0, "b")])
@@ -87,13 +91,15 @@ async def test_the_share_of_a_loaded_token_decides(share: float, winner: str) ->
         assert (await fleet.route(prompt(1, 4))).cache == winner
 
 
-async def test_a_router_reads_the_events_of_pools_and_host_tiers_and_none_of_disks() -> None:
-    disk = DiskConfig(path="/nowhere", num_slots=16_384)
+async def test_a_router_reads_the_events_of_pools_and_host_tiers_and_none_of_disks(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"pool": tensors(4096), "eviction": NO_SPARE, "fingerprint": "m"}
+    disks = [quick_disk(tempfile.mkdtemp(dir=tmp_path), 16_384) for _ in range(2)]
     async with local_fleet(
-        {"a": slim(disk=disk, fingerprint="m"), "b": slim(host=HOST, disk=disk, fingerprint="m")}
+        {"a": slim(disk=disks[0], **fields), "b": slim(host=whole_host(16_384), disk=disks[1], **fields)}
     ) as (fleet, caches):
         for cache in (*caches.values(), *caches.values()):
             await publish(cache, prompt(1, 4))
+            await tiers_settled(cache)
         assert [(await cache.match(prompt(1, 4))).disk_len for cache in caches.values()] == [4 * STRIDE] * 2
         for cache in caches.values():
             await evict(cache, "device")
@@ -172,6 +178,7 @@ async def test_the_host_of_an_engine_is_the_least_of_its_ranks() -> None:
         for name, strides in (("e-tp0", 4), ("e-tp1", 3)):
             await publish(caches[name], prompt(1, strides))
         await evict(caches["e-tp0"], "device")
+        await tiers_settled(caches["e-tp1"])
         column = fleet.members.feeds["e-tp0"].columns["host"]
         await until(lambda: fleet.index.num_pages(column) == 4)
         await until(lambda: fleet.index.num_pages(fleet.members.feeds["e-tp0"].columns["device"]) == 0)
@@ -238,15 +245,14 @@ async def test_tokens_that_a_cache_loads_wait_as_their_share() -> None:
             await lease.release()
 
 
+POOL: dict[str, Any] = {"num_slots": 512, "format": "opaque", "slot_bytes": 4, "device": "cpu"}
+WINDOW: dict[str, Any] = {"num_swa_slots": 512, "swa_slot_bytes": 4}
+STATES: dict[str, Any] = {"num_state_slots": 6, "state_bytes": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
-    "window": {"sliding_window_size": 2 * STRIDE, "pool": PoolConfig(num_slots=512, num_swa_slots=512)},
-    "states": {"kind": "mamba", "pool": PoolConfig(num_slots=512, num_state_slots=6)},
-    "both": {
-        "kind": "mamba",
-        "sliding_window_size": 2 * STRIDE,
-        "pool": PoolConfig(num_slots=512, num_swa_slots=512, num_state_slots=6),
-    },
+    "window": {"sliding_window_size": 2 * STRIDE, "pool": PoolConfig(**POOL | WINDOW)},
+    "states": {"kind": "mamba", "pool": PoolConfig(**POOL | STATES)},
+    "both": {"kind": "mamba", "sliding_window_size": 2 * STRIDE, "pool": PoolConfig(**POOL | WINDOW | STATES)},
 }
 
 
@@ -254,7 +260,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_route_knows_what_the_cache_finds_in_both_tiers(kind: str, seed: int) -> None:
     rng = Random(seed)
-    fields = {"pool": PoolConfig(num_slots=512), "host": HostConfig(num_slots=2_048)} | KINDS[kind]
+    fields = {"pool": PoolConfig(**POOL), "host": whole_host(2_048), "eviction": NO_SPARE} | KINDS[kind]
     async with local_fleet({"a": slim(events_stride_tokens=16, **fields)}) as (fleet, caches):
         cache, has_states, num_deeper = caches["a"], kind in ("states", "both"), 0
         for _ in range(40):
@@ -263,6 +269,7 @@ async def test_a_route_knows_what_the_cache_finds_in_both_tiers(kind: str, seed:
                 await lease.insert(tokens, publish_state=has_states)
             if rng.random() < 0.3:
                 await evict(cache, rng.choice(("device", "host")), rng.randrange(1, 400))
+        await tiers_settled(cache)
         await caught_up(fleet, dict(caches))
 
         for first in range(4):

@@ -69,7 +69,7 @@ async def settled(cache: LocalPrefixCache) -> None:
     """Wait until the disk has nothing to do."""
     disk = tier_of(cache)
     async with asyncio.timeout(60):
-        while disk.state != "ready" or not disk.writes.is_idle or disk._tasks:  # noqa: ASYNC110 -- threads change it
+        while disk.state != "ready" or not disk.writes.is_idle or disk.opening.tasks:  # noqa: ASYNC110 -- threads change it
             await asyncio.sleep(0.002)
 
 
@@ -310,8 +310,8 @@ async def test_a_cache_serves_without_a_disk_that_another_process_has_until_that
         return real(*arguments, **options | {"wait_s": 0.1})
 
     monkeypatch.setattr(open_disk, "DiskStore", hasty)
-    monkeypatch.setattr("raydix.actors.tiers.disk_tier.DiskStore", hasty)
-    monkeypatch.setattr("raydix.actors.tiers.disk_tier.PREDECESSOR_S", 0.1)
+    monkeypatch.setattr("raydix.actors.tiers.disk_files.DiskStore", hasty)
+    monkeypatch.setattr("raydix.actors.tiers.disk_opening.PREDECESSOR_S", 0.1)
     with locked_elsewhere(config_of(tmp_path)) as pid:
         cache = LocalPrefixCache(config_of(tmp_path))
         assert tier_of(cache).state == f"locked by pid {pid}"

@@ -138,7 +138,7 @@ BAD_ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
     ("evict", {"num_tokens": np.int64(-1)}, "num_tokens: .* greater than or equal to 0"),
     ("evict", {"num_tokens": 1, "tier": ""}, "tier: .* at least 1 character"),
     ("evict", {"num_tokens": 1, "tier": None}, "tier: .* valid string"),
-    ("evict", {"num_tokens": 1, "tier": "host"}, "tier must be 'device', as this cache has no other, not 'host'"),
+    ("evict", {"num_tokens": 1, "tier": "host"}, "tier must be one of 'device', not 'host'"),
     ("extend", {"num_tokens": np.int64(0)}, "num_tokens must be a positive integer"),
 ]
 

@@ -153,7 +153,7 @@ BAD_REQUESTS: list[Row] = [
     (PrefetchRequest, {"namespace": "lora-7"}, InvalidRequest, "namespace: must be a namespace"),
     (EvictRequest, {"tier": 7}, InvalidRequest, "tier: .*string"),
     (EvictRequest, {"tier": ""}, InvalidRequest, "tier: .*at least 1"),
-    (EvictRequest, {"tier": "host"}, InvalidRequest, "tier must be 'device', as this cache has no other, not 'host'"),
+    (EvictRequest, {"tier": "host"}, InvalidRequest, "tier must be one of 'device', not 'host'"),
     (EvictRequest, {"num_tokens": -1}, InvalidRequest, "num_tokens: .*greater than or equal to 0"),
     (EvictRequest, {"num_tokens": [1]}, InvalidRequest, "num_tokens: .*valid integer"),
     # lease ids

@@ -66,7 +66,7 @@ def disk_config(
 async def opened(config: CacheConfig, calls: FaultyFileCalls | None = None) -> AsyncIterator[LocalPrefixCache]:
     """A cache with its disk open."""
     cache = LocalPrefixCache(config)
-    tier_of(cache)._calls = calls
+    tier_of(cache).files.calls = calls
     async with cache:
         await cache.stats()
         await settled(cache)
@@ -74,7 +74,7 @@ async def opened(config: CacheConfig, calls: FaultyFileCalls | None = None) -> A
 
 
 def records_of(cache: LocalPrefixCache) -> PageRecords:
-    pool = cache.service.disk._sources[0].pool()  # type: ignore[union-attr]
+    pool = cache.service.disk.files.pool()  # type: ignore[union-attr]
     assert pool is not None
     return PageRecords(pool)
 
@@ -150,12 +150,12 @@ async def test_one_lease_is_filled_from_the_host_and_then_from_the_disk(tmp_path
         await compute(cache, PROMPT[: 3 * PAGE])
         await demote(cache)
         assert (await cache.match(PROMPT)).host_len == 3 * PAGE
-        assert cache.service.tiers is not None
-        before = cache.service.tiers.moves.counts.loaded, tier_of(cache).all_moves[0].counts.loaded
+        assert cache.service.host is not None
+        before = cache.service.host.loads.moves.counts.loaded, tier_of(cache).loads.moves.counts.loaded
 
         assert await found(cache, PROMPT) == ALL
 
-        after = cache.service.tiers.moves.counts.loaded, tier_of(cache).all_moves[0].counts.loaded
+        after = cache.service.host.loads.moves.counts.loaded, tier_of(cache).loads.moves.counts.loaded
         assert (after[0] - before[0], after[1] - before[1]) == (3 * PAGE, 5 * PAGE)
         await cache.check_invariants()
 
@@ -172,7 +172,7 @@ async def test_a_prefetch_goes_on_with_the_disk_when_the_part_of_the_host_is_the
         async with asyncio.timeout(60):
             while (await cache.match(PROMPT)).prefix_len < ALL:  # noqa: ASYNC110 -- threads load
                 await asyncio.sleep(0.002)
-        assert tier_of(cache).all_moves[0].counts.loaded_unused == 5 * PAGE
+        assert tier_of(cache).loads.moves.counts.loaded_unused == 5 * PAGE
 
 
 async def test_many_requests_with_one_prompt_load_it_once(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ async def test_many_requests_with_one_prompt_load_it_once(tmp_path: Path) -> Non
         await cache.evict(10**6)
 
         assert await asyncio.gather(*(found(cache, PROMPT) for _ in range(12))) == [ALL] * 12
-        assert tier_of(cache).all_moves[0].counts.loaded == ALL
+        assert tier_of(cache).loads.moves.counts.loaded == ALL
 
 
 async def test_a_lock_and_a_prefetch_load_from_the_disk(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ async def opened(path: Path, label: str = "0", **disk: Any) -> AsyncIterator[Dis
 async def spaces_of(cache: DiskService) -> list[Space]:
     """The spaces of the index. The tier must know the same."""
     await cache.settle()
-    reading = asyncio.ensure_future(cache.disk._do(lambda store: store.index.spaces()))
+    reading = asyncio.ensure_future(cache.disk.files.do(lambda store: store.index.spaces()))
     await cache.settle()
     found: list[Space] = await reading
     assert {space.number for space in found} == {space.number for space in cache.disk.spaces}

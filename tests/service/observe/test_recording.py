@@ -17,6 +17,7 @@ import pytest
 import ray
 from support.processes.command_line import run, run_json
 from support.processes.fake_clock import Clock
+from support.tiers.settled_tiers import NO_SPARE, service_of, tensors, tiers_settled, whole_host
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache_async
 from raydix.actors.observe.trace import read_trace
@@ -25,11 +26,12 @@ from raydix.actors.replay.trace_replay import index_config
 from raydix.actors.report.of_trace import report_of_trace
 from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core import RadixKey
+from raydix.cache_core.tiers.look_up import LookUp
 from raydix.schemas import (
     CacheConfig,
     EvictionConfig,
-    HostConfig,
     InvalidRequest,
+    OpenSession,
     PoolConfig,
     PoolExhausted,
     StartRecording,
@@ -71,20 +73,25 @@ def end(service: CacheService, name: str, output: tuple[int, ...] = ()) -> None:
 
 
 async def test_a_request_that_begins_again_behind_its_load_is_recorded_once(clock: Clock, tmp_path: Path) -> None:
-    service = CacheService(CONFIG.model_copy(update={"host": HostConfig(num_slots=512 * 64)}), "epoch", clock=clock)
-    tiers = service.tiers
+    config = CONFIG.model_copy(
+        update={"pool": tensors(CONFIG.pool.num_slots), "host": whole_host(512 * 64), "eviction": NO_SPARE}
+    )
+    service = service_of(config, clock=clock)
+    service.open_session(OpenSession(session_id="session", owner="test"))
+    tiers = service.host
     assert tiers is not None
     begin(service, "first", A)
     end(service, "first")
+    await tiers_settled(service)
     service.core.evict(512)
     service.recordings.start(StartRecording(path=str(tmp_path / "t.jsonl"), max_requests=1))
 
     begin(service, "again", A)
-    load = tiers.moves.plan_load(service.core.leases.get("again", "session"))
+    load = tiers.loads.moves.prepare(service.core.leases.get("again", "session"), LookUp(RadixKey(A)))
     assert load is not None and load.num_pages == 1
     clock.now += 2
     service.core.reset()
-    assert tiers.moves.finish(load, 1).must_restart
+    assert tiers.loads.moves.complete(load, 1).must_restart
     begin(service, "again", A)
     end(service, "again", (1, 2))
 

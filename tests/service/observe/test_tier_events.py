@@ -8,20 +8,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.caches.cache_under_test import Access, CacheUnderTest
 from support.reference.event_index import ReplayedIndex
+from support.tiers.settled_tiers import NO_SPARE, quick_disk, service_of, tensors, tiers_settled, whole_host
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.service import sliced_snapshot, tier_feeds
-from raydix.actors.service.cache_service import CacheService
 from raydix.schemas import (
     CacheConfig,
     CacheUnavailable,
     CloseSession,
-    DiskConfig,
     EventSnapshotRequest,
     EvictionConfig,
     HostConfig,
@@ -29,7 +29,6 @@ from raydix.schemas import (
     KVEventBatch,
     NextEvents,
     OpenSession,
-    PoolConfig,
     WaitingResponse,
 )
 
@@ -37,9 +36,9 @@ PAGE = 16
 
 
 def tiered(**fields: Any) -> CacheConfig:
-    """Return the configuration of a cache with a host tier, without tensors."""
-    given: dict[str, Any] = {"page_size": PAGE, "pool": PoolConfig(num_slots=8 * PAGE), "events": "full"}
-    given |= {"host": HostConfig(num_slots=32 * PAGE), "eviction": EvictionConfig(high_watermark=1.0)}
+    """Return the configuration of a cache with a host tier."""
+    given: dict[str, Any] = {"page_size": PAGE, "pool": tensors(8 * PAGE), "events": "full"}
+    given |= {"host": whole_host(32 * PAGE), "eviction": NO_SPARE}
     return CacheConfig(**given | fields)
 
 
@@ -54,6 +53,14 @@ async def cache(request: pytest.FixtureRequest, access: Access) -> AsyncIterator
 
 async def evict(client: PrefixCacheClient, num_pages: int, tier: str) -> None:
     await client.evict(num_pages * PAGE, tier)
+
+
+async def until_on_host(client: PrefixCacheClient, *pages: int) -> None:
+    """Wait until the host tier has a prompt of whole pages."""
+    ids = [page for page in pages for _ in range(PAGE)]
+    async with asyncio.timeout(60):
+        while (await client.match(ids)).host_len < len(ids):  # noqa: ASYNC110 -- there is no event for it
+            await asyncio.sleep(0.002)
 
 
 async def the_next(client: PrefixCacheClient, after_seq: int | None, tier: str) -> KVEventBatch:
@@ -79,8 +86,10 @@ async def test_readers_follow_both_tiers_from_their_snapshots(cache: CacheUnderT
     start = {tier: await cache.client.event_snapshot(tier=tier) for tier in ("device", "host")}
     indexes = {tier: ReplayedIndex(snapshot) for tier, snapshot in start.items()}  # type: ignore[arg-type]
     for page in range(1, 15):
-        await cache.publish(page, 99)  # evicts earlier pages, which are written to the host first
+        await cache.publish(page, 99)  # evicts earlier pages
+        await until_on_host(cache.client, page, 99)
     await cache.publish(1, 99, 100)  # loads two pages
+    await until_on_host(cache.client, 1, 99, 100)
     await cache.client.retire(lora_id="none")
     await evict(cache.client, 3, "host")
 
@@ -107,9 +116,8 @@ async def test_a_tier_that_is_not_there_is_refused_with_the_names_of_those_that_
 
 
 async def test_a_pool_of_tensors_on_the_cpu_has_the_medium_gpu_too_and_copies_publish_on_the_host() -> None:
-    pool = PoolConfig(num_slots=8 * PAGE, num_layers=1, num_kv_heads=1, head_dim=2, device="cpu")
     host = HostConfig(num_slots=32 * PAGE, reserve=0.5)
-    async with LocalPrefixCache(tiered(pool=pool, eviction=EvictionConfig(), host=host)) as cache:
+    async with LocalPrefixCache(tiered(eviction=EvictionConfig(), host=host)) as cache:
         index = ReplayedIndex()
         for page in range(6):
             lease = await cache.acquire([page] * PAGE)
@@ -133,16 +141,19 @@ async def own_cache() -> AsyncIterator[CacheUnderTest]:
     await under_test.close()
 
 
-async def test_events_of_one_tier_do_not_wake_the_readers_of_the_other(own_cache: CacheUnderTest) -> None:
-    waiting = asyncio.ensure_future(the_next(own_cache.client, 0, "host"))
-    await own_cache.publish(1)
-    assert (await the_next(own_cache.client, 0, "device")).seq == 1
-    await asyncio.sleep(0.01)
-    assert not waiting.done()
+async def test_events_of_one_tier_do_not_wake_the_readers_of_the_other() -> None:
+    host = HostConfig(num_slots=32 * PAGE, reserve=0.3)
+    async with LocalPrefixCache(tiered(host=host, eviction=EvictionConfig())) as cache:
+        waiting = asyncio.ensure_future(the_next(cache, 0, "host"))
+        await publish(cache, 1)
+        assert (await the_next(cache, 0, "device")).seq == 1
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
 
-    await evict(own_cache.client, 1, "device")  # written to the host first
+        for page in range(2, 9):  # the coldest are written
+            await publish(cache, page)
 
-    assert (await waiting).seq == 1
+        assert (await waiting).seq == 1
 
 
 async def test_one_client_reads_both_tiers_and_its_end_ends_both(own_cache: CacheUnderTest) -> None:
@@ -187,9 +198,7 @@ def test_the_readers_of_both_tiers_follow_the_cache_to_another_loop() -> None:
             for seq, tier in zip(seqs, ("device", "host"), strict=True)
         ]
         await asyncio.sleep(0.05)
-        lease = await client.acquire([page] * PAGE)
-        await lease.insert([page] * PAGE, release=True)
-        await evict(client, 1, "device")
+        await publish(client, page)
         batches = await asyncio.gather(*waiting)
         left.append(asyncio.ensure_future(the_next(client, batches[1].seq, "host")))  # it waits as the loop ends
         await asyncio.sleep(0.05)
@@ -203,12 +212,12 @@ def test_the_readers_of_both_tiers_follow_the_cache_to_another_loop() -> None:
 
 
 @pytest.fixture
-async def with_disk() -> AsyncIterator[LocalPrefixCache]:
-    """A cache with all tiers; its disk has 20 prompts of two pages."""
-    disk = DiskConfig(path="/nowhere", num_slots=64 * PAGE)
-    async with LocalPrefixCache(tiered(disk=disk, fingerprint="m")) as cache:
-        for page in (*range(100, 120), *range(100, 120)):
-            await publish(cache, page, page)
+async def with_disk(tmp_path: Path) -> AsyncIterator[LocalPrefixCache]:
+    """A cache with all tiers; its disk has 50 pages."""
+    async with LocalPrefixCache(tiered(disk=quick_disk(tmp_path, 64 * PAGE), fingerprint="m")) as cache:
+        for page in (*range(100, 150), *range(100, 150)):
+            await publish(cache, page)
+            await tiers_settled(cache)
         yield cache
 
 
@@ -228,14 +237,18 @@ async def test_readers_follow_the_disk_from_a_snapshot_that_is_made_in_slices(
     have_a_slice_for_each_node(monkeypatch)
     reader = PrefixCacheClient(with_disk)
     asking = asyncio.ensure_future(reader.event_snapshot(tier="disk"))
+    while not with_disk.service.wait_queue._by_ticket:  # noqa: ASYNC110 -- the request is on its way
+        await asyncio.sleep(0)
+    assert not asking.done()
     for page in (*range(1, 6), *range(1, 6)):
         await publish(with_disk, page, page, 7)
+        await tiers_settled(with_disk)
         await with_disk.evict(2 * PAGE, tier="disk")
-        assert page > 1 or not asking.done()
     snapshot: Any = await asking
     index = ReplayedIndex(snapshot)
     for page in (*range(11, 16), *range(11, 16)):
         await publish(with_disk, page, page)
+        await tiers_settled(with_disk)
 
     later: Any = await reader.event_snapshot(tier="disk")
     assert await read_up_to(reader, index, "disk", later.seq) == {"STORAGE"}
@@ -274,7 +287,7 @@ class Clock:
 
 async def test_a_session_may_be_late_in_one_tier_alone() -> None:
     clock = Clock()
-    service = CacheService(tiered(), "e", clock=clock)
+    service = service_of(tiered(), clock=clock)
     service.open_session(OpenSession(session_id="router", owner="router"))
 
     async def ask(tier: str, after_seq: int) -> None:

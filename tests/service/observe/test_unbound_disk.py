@@ -9,10 +9,11 @@ from uuid import uuid4
 
 import pytest
 from support.processes.command_line import run, run_json
+from support.tiers.settled_tiers import quick_disk, tensors
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache_async
 from raydix.actors.report.page import render
-from raydix.schemas import CacheConfig, DiskConfig, ModelFingerprint, PoolConfig
+from raydix.schemas import CacheConfig, ModelFingerprint
 
 PROMPT = list(range(16))
 MODEL = ModelFingerprint(fields={"model": "m"}, weights="1")
@@ -20,8 +21,7 @@ REMEDIES = ("bind_model", 'CacheConfig(fingerprint="...")')
 
 
 def config_of(path: Path) -> CacheConfig:
-    disk = DiskConfig(path=str(path), num_slots=1024)
-    return CacheConfig(page_size=8, pool=PoolConfig(num_slots=64, device="cpu"), disk=disk)
+    return CacheConfig(page_size=8, pool=tensors(64), disk=quick_disk(path, 1024))
 
 
 async def publish(client: PrefixCacheClient, **namespace: str) -> None:
@@ -112,7 +112,8 @@ async def test_commands_name_it_with_the_remedies(unbound: list[str], tmp_path: 
 @pytest.mark.ray
 def test_start_says_which_models_a_disk_keeps(ray_cluster: None, tmp_path: Path) -> None:
     where = ["--namespace", f"unbound-{uuid4().hex[:8]}"]
-    sizes = ["--set", "pool.num_slots=64", "--disk", f"{tmp_path}:8x"]
+    pool = ("num_slots=64", "num_layers=1", "num_kv_heads=1", "head_dim=2", "device=cpu")
+    sizes = [*(part for field in pool for part in ("--set", f"pool.{field}")), "--disk", f"{tmp_path}:8x"]
     try:
         unnamed = run("start", *sizes, *where).stdout
         named = run("start", "--name", "named", *sizes, "--set", "fingerprint=m", *where).stdout

@@ -96,7 +96,7 @@ class ToyCaches:
     async def _make(self, config: CacheConfig, calls: FileCalls | None) -> LocalPrefixCache:
         cache = LocalPrefixCache(config)
         if calls is not None:
-            tier_of(cache)._calls = calls
+            tier_of(cache).files.calls = calls
         if config.host is not None:
             self.gates.append(GatedLoads(cache))
         return await cache.open()

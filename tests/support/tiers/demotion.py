@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.tiers.tier_manager import Progress
+from raydix.actors.tiers.host_tier import Progress
 
 ALL = 10**9  # more tokens than any pool of a test
 
@@ -15,7 +15,7 @@ async def demote(cache: LocalPrefixCache, num_tokens: int = ALL) -> None:
 
     `HostConfig.reserve` must be so large that all of them are written.
     """
-    tiers = cache.service.tiers
+    tiers = cache.service.host
     assert tiers is not None, "the cache has no host tier"
     await cache.open()
     async with asyncio.timeout(60):

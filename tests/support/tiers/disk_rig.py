@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.tiers.faulty_files import FaultyFileCalls
+from support.tiers.two_tiers import Moves
 
 from raydix.actors.service.core_factory import build_core, build_disk_cache
 from raydix.actors.tiers.disk_store import DiskStore
@@ -24,7 +25,9 @@ from raydix.cache_core import KVCache, RadixKey, RecordLayout, RecordPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.disk_spaces import Models
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
-from raydix.cache_core.tiers.moves import Finished, Moves, check_all
+from raydix.cache_core.tiers.loads import Filled
+from raydix.cache_core.tiers.look_up import LookUp
+from raydix.cache_core.tiers.moves import check_all
 from raydix.cache_core.tiers.page_records import PageRecords
 from raydix.cache_core.tiers.record_keeper import _DORMANT, _WITH_ROW
 from raydix.cache_core.tiers.tier import Tier
@@ -45,7 +48,6 @@ class DiskRig:
         host_pages: of a host tier between them; 0: there is none.
         window: tokens of a sliding window; None: there is none.
         num_states: states of the pool and of the disk; 0: there are none.
-        has_tensors: False: the caches are index-only.
         disk: fields of `DiskConfig`.
 
     Attributes:
@@ -65,7 +67,6 @@ class DiskRig:
         models: Models | None = ("m", None, "v1"),
         window: int | None = None,
         num_states: int = 0,
-        has_tensors: bool = True,
         calls: FileCalls | None = None,
         clock: Callable[[], float] | None = None,
         **disk: Any,
@@ -74,10 +75,9 @@ class DiskRig:
         self.weights: dict[str | None, str] = defaultdict(str)
         self.may_find: dict[str | None, set[str]] = {}
         fields: dict[str, Any] = {"num_state_slots": num_states}
-        if has_tensors:
-            fields |= {"format": "opaque", "slot_bytes": SLOT_BYTES}
-            fields |= {"swa_slot_bytes": HALF_BYTES} if window is not None else {}
-            fields |= {"state_bytes": STATE_BYTES} if num_states else {}
+        fields |= {"format": "opaque", "slot_bytes": SLOT_BYTES}
+        fields |= {"swa_slot_bytes": HALF_BYTES} if window is not None else {}
+        fields |= {"state_bytes": STATE_BYTES} if num_states else {}
         given = {"direct_io": "off", "write_mib_s": None} | disk
         config = CacheConfig(
             kind="mamba" if num_states else "radix",
@@ -87,11 +87,11 @@ class DiskRig:
             disk=DiskConfig(path=str(path), num_slots=disk_pages * PAGE, **given),
         )
         self.window, self.num_states = window, num_states
-        self.pool = self._pool(num_pages) if has_tensors else None
+        self.pool = self._pool(num_pages)
         core, _ = build_core(config, self.pool, lambda: None)
         assert isinstance(core, KVCache)
         self.core = core
-        self.pools = {"device": self.pool, "host": self._pool(host_pages) if host_pages and has_tensors else None}
+        self.pools = {"device": self.pool, "host": self._pool(host_pages) if host_pages else None}
         sources = [Source(Tier("device", "CPU", core), lambda: self.pool)]
         self.host: KVCache | None = None
         self.host_moves: Moves | None = None
@@ -138,13 +138,14 @@ class DiskRig:
             num_leaving = sum(keeper.num_leaving for keeper in disk.keepers.values())
             return is_built and disk.writes.is_idle and not num_leaving and disk.deletions.future() is None
 
-        await self.wait(lambda: is_idle() and not disk._tasks and not disk._is_scheduled)
+        await self.wait(lambda: is_idle() and not disk.opening.tasks and not disk.work.is_scheduled)
         self.check()
 
     def check(self) -> None:
         """Check the rules of all caches and of the records."""
-        all_moves = [*self.disk.all_moves, *([] if self.host_moves is None else [self.host_moves])]
-        check_all(all_moves)
+        of_host = [] if self.host_moves is None else [self.host_moves]
+        all_loads = [self.disk.loads.moves, *(moves.loads for moves in of_host)]
+        check_all(all_loads, [*self.disk.all_writes, *(moves.writes for moves in of_host)])
         self.disk.check_invariants()
 
     def retire(self, weights: str, *namespaces: str | None) -> None:
@@ -161,7 +162,7 @@ class DiskRig:
                 pass
         self.disk.wake()
         await self.settle()
-        rows = {(row.kind, row.record): row for row in await self.disk._do(_all_rows)}
+        rows = {(row.kind, row.record): row for row in await self.disk.files.do(_all_rows)}
         for kind, keeper in self.disk.keepers.items():
             named = {record for name, record in rows if name == kind}
             kept = set(np.flatnonzero(np.isin(keeper._states, (_WITH_ROW, _DORMANT))).tolist())
@@ -238,7 +239,7 @@ class DiskRig:
 
     async def load(
         self, tokens: list[int], namespace: str | None = None, timeout_s: float = WAIT_S
-    ) -> tuple[int, Finished | None]:
+    ) -> tuple[int, Filled | None]:
         """Acquire a prompt, load it from the disk, and release it.
 
         Returns:
@@ -246,9 +247,9 @@ class DiskRig:
         """
         key, lease_id, finished = RadixKey(tokens, namespace), self._lease_id(), None
         lease = self.core.acquire(lease_id, "s", key)
-        move = self.disk.loads.load(lease, None, timeout_s)
+        move = self.disk.loads.load(lease, LookUp(key), timeout_s)
         if move is not None:
-            done: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+            done: asyncio.Future[Filled] = asyncio.get_running_loop().create_future()
             self.disk.loads.when_loaded(move, done.set_result)
             self.check()
             async with asyncio.timeout(WAIT_S):

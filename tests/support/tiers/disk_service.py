@@ -14,6 +14,7 @@ from support.tiers.tiered_service import TieredService
 
 from raydix.actors.tiers.disk_copies import DiskCopies
 from raydix.actors.tiers.disk_tier import DiskTier
+from raydix.actors.tiers.job_threads import JobThreads
 from raydix.schemas import (
     BindModelRequest,
     BindModelResponse,
@@ -44,15 +45,15 @@ class DiskService(TieredService):
 
     def begin(self) -> None:
         disk = self.disk
-        disk._calls = self.calls
-        disk.make_writer = self._make_writer  # type: ignore[method-assign]
+        disk.files.calls = self.calls
+        disk.files.make_writer = self._make_writer  # type: ignore[method-assign]
         disk.readers.make_copier = self._make_disk_copier  # type: ignore[method-assign, assignment]
         super().begin()
 
     def _make_writer(self, *arguments: Any) -> SteppedWriter:
-        return SteppedWriter(*arguments, buffer_bytes=self.disk._buffer_bytes, clock=self.clock)
+        return SteppedWriter(*arguments, buffer_bytes=self.disk.files.buffer_bytes, clock=self.clock)
 
-    def _make_disk_copier(self, copies: DiskCopies) -> FaultyCopier:
+    def _make_disk_copier(self, copies: DiskCopies, threads: JobThreads) -> FaultyCopier:
         copier = FaultyCopier(self.pool, copies)
         self._disk_copiers.append(copier)
         return copier
@@ -64,7 +65,7 @@ class DiskService(TieredService):
 
     @property
     def writer(self) -> SteppedWriter | None:
-        writer = self.disk._writer
+        writer = self.disk.files.writer
         assert writer is None or isinstance(writer, SteppedWriter)
         return writer
 
@@ -94,7 +95,8 @@ class DiskService(TieredService):
             await self.turn(2)
             disk = self.disk
             has_more = self.writer is not None and self.writer.has_more
-            is_idle = not (has_more or disk._tasks or disk._is_scheduled or any(space.builder for space in disk.spaces))
+            has_more |= bool(disk.opening.tasks) or disk.work.is_scheduled
+            is_idle = not (has_more or any(space.builder for space in disk.spaces))
             if not stepped and is_idle and disk.state != "opening":
                 return
             if not stepped:  # it waits until it tries again
@@ -136,7 +138,7 @@ class DiskService(TieredService):
 
     async def kill(self) -> None:
         """End as by SIGKILL: all that is not on the disk is lost. Nothing else may run on the loop."""
-        self.disk._is_closed = True  # its callbacks do nothing any more
+        self.disk.files.is_closed = True  # its callbacks do nothing any more
         if self.writer is not None:
             self.writer.kill()
         loop = asyncio.get_running_loop()
@@ -145,9 +147,7 @@ class DiskService(TieredService):
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         await self.turn(3)
-        for copies in self.disk.readers._copies:
-            copies.close()  # ends the thread, which would last until the garbage collector finds the service
-        if self.service.tiers is not None:
+        if self.service.host is not None:
             self.tiers.close()
 
     def check_end(self) -> None:

@@ -8,13 +8,14 @@ from contextlib import suppress
 
 import torch
 
-from raydix.actors.tiers.copier import Copied, Copy, CopyCounts, End
+from raydix.actors.tiers.copier import Copy, CopyCounts
 from raydix.actors.tiers.disk_copies import DiskCopies
 from raydix.actors.tiers.disk_errors import DiskError
+from raydix.actors.tiers.job_threads import End, Ended
 from raydix.cache_core import KVPool, RecordPool
 from raydix.cache_core.tiers.page_records import Chunk, CopyPlan, PageCopies, PageRecords
 
-Done = Callable[[Copied], object]
+Done = Callable[[Ended], object]
 Call = tuple[str, CopyPlan, int]  # "load" or "write", the plan, the first page of the chunk
 
 
@@ -86,7 +87,7 @@ class FaultyCopier:
 
     def _start(self, copy: Copy) -> Copy:
         copy.chunks = self._copies.chunks(copy.plan, 1)
-        if self._copies.is_empty:
+        if not any(chunk.num_bytes for chunk in copy.chunks):
             copy.chunks = [Chunk(page, page + 1, 0) for page in range(len(copy.plan))] or copy.chunks
         self.open.append(copy)
         return copy
@@ -137,7 +138,7 @@ class FaultyCopier:
         self.open.remove(copy)
         self._ended.append(copy)
         self._counts[copy.is_load].ends[end] += 1
-        copy.result = Copied(copy.num_pages, end, "planted" if end == "failed" else "")
+        copy.result = Ended(copy.num_pages, end, OSError("planted") if end == "failed" else None)
 
     def _report(self, copy: Copy) -> None:
         assert copy.result is not None

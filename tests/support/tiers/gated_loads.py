@@ -44,7 +44,7 @@ class GatedLoads:
         self.fails = False
         self.late_s = 0.0
         self._may_pass = threading.Semaphore(0)
-        tiers = cache.service.tiers
+        tiers = cache.service.host
         assert tiers is not None
         assert tiers.copier is None, "the copier is made before the gate"
         tiers.make_copier = self._make_copier  # type: ignore[method-assign]

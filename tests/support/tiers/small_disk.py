@@ -10,18 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.tiers.two_tiers import Moves
 
-from raydix.actors.tiers.copier import Copied, Copier
+from raydix.actors.tiers.copier import Copier
 from raydix.actors.tiers.disk_copies import DiskCopies
 from raydix.actors.tiers.disk_index import IndexLayout
 from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter, Done, Records, Written
+from raydix.actors.tiers.disk_writer import DiskWriter, Records
 from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.cache_core import KVCache, RadixCache, RadixKey, RecordLayout, RecordPool, TokenToKVPoolAllocator
 from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.record_keeper import RecordKeeper
 from raydix.cache_core.tiers.row_runs import RowRuns
 from raydix.cache_core.tiers.tier import Tier
@@ -34,13 +35,13 @@ _SLICE = 3  # rows and pages
 
 async def result_of(writer: DiskWriter, task: Callable[[DiskStore], Any]) -> Any:
     """Do work in a writer's thread; return its result, or raise its error."""
-    done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+    done: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
     writer.submit(task, done.set_result)
     async with asyncio.timeout(60):
-        result, error = await done
-    if error is not None:
-        raise error
-    return result
+        ended = await done
+    if ended.error is not None:
+        raise ended.error
+    return ended.result
 
 
 class SmallDisk:
@@ -76,7 +77,7 @@ class SmallDisk:
         if isinstance(found, Exception):
             raise found
         self.store = found
-        self.copier = Copier(DiskCopies(self.pool, found))
+        self.copier = Copier(DiskCopies(self.pool, found, self.writer.threads), threads=self.writer.threads)
         for space in await self.work(lambda store: store.index.spaces()):
             self.spaces.add(space.number, space.namespace, (space.base, space.adapter, space.label), space.arity)
         place: RowPlace | None = FIRST
@@ -140,11 +141,11 @@ class SmallDisk:
             node = node.parent
         return [hashlib.shake_256(bytes.fromhex(name)).digest(PAGE * SLOT_BYTES) for name in hashes]
 
-    async def write(self, tokens: list[int]) -> Written | None:
+    async def write(self, tokens: list[int]) -> Ended | None:
         """Write the pages of a cached prompt to the disk; None: they are there, or there is no room."""
         key, space = RadixKey(tokens), self.spaces.current(None)
         node, _ = self.cache.radix.locate(key, len(tokens))
-        move = self.moves.plan_write(node, 16)
+        move = self.moves.writes.prepare_prefix(node, 16)
         if move is None or space is None:
             return None
         hashes = [bytes.fromhex(name) for above in self._path(node) for name in chain_hashes(above, PAGE)]
@@ -155,14 +156,14 @@ class SmallDisk:
             rows.append(IndexRow("full", start // PAGE, space.number, place + 1, hashes[place], b"", parent, ids))
         numbers = np.array([row.record for row in rows])
         self.keeper.add_rows(numbers, space.number)
-        written: asyncio.Future[Written] = asyncio.get_running_loop().create_future()
+        written: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         records = {"full": Records(move.source_starts, rows)}
-        self.writer.write(records, lambda: self.moves.let_go(move), written.set_result)  # type: ignore[arg-type]
+        self.writer.write(records, lambda: self.moves.writes.release_source(move), written.set_result)  # type: ignore[arg-type]
         async with asyncio.timeout(60):
             result = await written
-        if len(result.rows) < len(rows):
+        if len(result.result) < len(rows):
             self.keeper.rows_refused(numbers)
-        self.moves.finish(move, len(result.rows) if len(result.rows) == len(rows) else 0)
+        self.moves.complete(move, len(result.result) if len(result.result) == len(rows) else 0)
         self.check()
         return result
 
@@ -173,19 +174,19 @@ class SmallDisk:
             node = node.parent
         return nodes
 
-    async def load(self, tokens: list[int]) -> tuple[int, Copied | None]:
+    async def load(self, tokens: list[int]) -> tuple[int, Ended | None]:
         """Load a prompt from the disk for a lease; return the length of its prefix, of which the KV is right."""
         key = RadixKey(tokens)
         lease = self.cache.acquire("loading", "s", key)
-        move, copied = self.moves.plan_load(lease), None
+        move, copied = self.moves.prepare_load(lease), None
         if move is not None:
-            done: asyncio.Future[Copied] = asyncio.get_running_loop().create_future()
+            done: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
             batch = MoveBatch((move,))
             self.copier.load(batch.plan, done.set_result)
             async with asyncio.timeout(60):
                 copied = await done
             ((_, num_pages, is_whole),) = batch.results(copied)
-            self.moves.finish(move, num_pages, is_whole)
+            self.moves.complete(move, num_pages, is_whole)
             for _, number in self.store.take_damaged():
                 place = int(np.flatnonzero(move.source_starts // PAGE == number)[0])
                 self.disk.drop_page(move.key, move.first + place * PAGE)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_writer import DiskWriter
+from raydix.actors.tiers.job_threads import JobThreads
 
 
 class SteppedWriter(DiskWriter):
@@ -15,28 +17,32 @@ class SteppedWriter(DiskWriter):
     Ends are reported by `deliver`, in their order, as the event loop would.
 
     Attributes:
-        store: that is open; None: it is not.
         num_to_copy, num_to_write, num_to_deliver: steps that can be made.
     """
 
-    store: DiskStore | None = None
-
-    def _start(self, open_store: Callable[[], DiskStore], opened: Callable[[DiskStore | Exception], object]) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._posts: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
-        self._threads._post = self._note_post  # type: ignore[method-assign]
-        self._opens: tuple[Callable[[], DiskStore], Callable[[DiskStore | Exception], object]] | None
-        self._opens = open_store, opened
+        self._steps._post = self._note_post  # type: ignore[method-assign]
+
+    def _make_threads(self) -> JobThreads:
+        return JobThreads("none", 0)
+
+    @property
+    def store(self) -> DiskStore | None:
+        """The store that is open."""
+        return self._steps.store
 
     def _note_post(self, callback: Callable[..., object], *arguments: object) -> None:
         self._posts.append((callback, arguments))
 
     @property
     def num_to_copy(self) -> int:
-        return self._threads.to_copy.qsize()
+        return len(self._steps.to_copy)
 
     @property
     def num_to_write(self) -> int:
-        return self._threads.to_write.qsize() if self.store is not None else 0
+        return len(self._steps.to_write) if self.store is not None else 0
 
     @property
     def num_to_deliver(self) -> int:
@@ -45,33 +51,24 @@ class SteppedWriter(DiskWriter):
     @property
     def has_more(self) -> bool:
         """Whether a step can be made."""
-        return bool(self._opens or self.num_to_copy or self.num_to_write or self._posts)
+        return bool(self._steps._to_open or self.num_to_copy or self.num_to_write or self._posts)
 
     def open(self) -> None:
         """Open the store, if that is to be done."""
-        if self._opens is None:
-            return
-        (open_store, opened), self._opens = self._opens, None
-        try:
-            self.store = open_store()
-        except Exception as error:
-            self._note_post(opened, error)
-            return
-        self._note_post(opened, self.store)
+        if self._steps._to_open is not None:
+            opening, self._steps._to_open = self._steps._to_open, None
+            self._steps.open_store(*opening)
 
     def copy_step(self) -> None:
         """Copy the pages of the next write."""
-        if self.num_to_copy and (write := self._threads.to_copy.get()) is not None:
-            self._threads.copy_one(write)
+        if self.num_to_copy:
+            self._steps.copy_one(self._steps.to_copy.popleft())
 
     def write_step(self) -> None:
         """Do the next write, or other work."""
-        if self.num_to_write and (item := self._threads.to_write.get()) is not None:
-            assert self.store is not None
-            self._threads.write_one(self.store, item)
-            passed = self._threads.to_commit.get()
-            assert passed is item
-            self._threads.commit_one(self.store, item)
+        if self.num_to_write:
+            self._steps.write_one(self._steps.to_write.popleft())
+            self._steps.commit_one(self._steps.to_commit.popleft())
 
     def deliver(self, number: int = 1) -> None:
         """Report some ends."""
@@ -89,7 +86,7 @@ class SteppedWriter(DiskWriter):
         return has_more
 
     def close(self, timeout_s: float | None = None) -> bool:
-        super().close(timeout_s)
+        super().close(0.0)
         self.open()
         while self.num_to_copy or self.num_to_write:
             self.copy_step()
@@ -100,7 +97,7 @@ class SteppedWriter(DiskWriter):
 
     def kill(self) -> None:
         """Lose all that is not on the disk."""
-        self._opens, store, self.store = None, self.store, None
+        store, self._steps.store, self._steps._to_open = self.store, None, None
         self._posts.clear()
         if store is not None:
             store.close()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from support.tiers.two_tiers import Moves
+
 from raydix.cache_core.base_prefix_cache import BasePrefixCache
 from raydix.cache_core.errors import OutOfSlotsError
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tree.radix_key import RadixKey
 
@@ -64,6 +65,6 @@ class TieredCache(KVCache):
         return lease
 
     def _load(self, lease: LeaseRecord, limit: int | None) -> None:
-        move = self.moves.plan_load(lease, limit)
+        move = self.moves.prepare_load(lease, limit)
         if move is not None:
-            self.moves.finish(move, move.num_pages)
+            self.moves.complete(move, move.num_pages)

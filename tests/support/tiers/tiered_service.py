@@ -17,14 +17,15 @@ from support.waiting import wait_until
 from raydix.actors.service.cache_service import CacheService
 from raydix.actors.tiers.copier import Copy
 from raydix.actors.tiers.host_memory import READY
+from raydix.actors.tiers.host_tier import HostTier, Progress
 from raydix.actors.tiers.lower_tiers import LowerTiers
-from raydix.actors.tiers.tier_manager import Progress, TierManager
 from raydix.actors.transport.pool_shapes import records_of
 from raydix.cache_core import RecordPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.loads import Loads
 from raydix.cache_core.tiers.move import Move
-from raydix.cache_core.tiers.moves import Moves, check_all
 from raydix.cache_core.tiers.page_records import PageCopies
+from raydix.cache_core.tiers.writes import Writes
 from raydix.schemas import (
     AcquireRequest,
     CacheConfig,
@@ -120,7 +121,7 @@ class TieredService:
         )
         self._copier: FaultyCopier | None = None
         self._num_leases = 0
-        if self.service.tiers is not None:
+        if self.service.host is not None:
             if not has_thread:
                 self.tiers.make_copier = self._make_copier  # type: ignore[method-assign, assignment]
             wait_until(lambda: self.tiers.state == READY)
@@ -137,9 +138,9 @@ class TieredService:
         return self._copier
 
     @property
-    def tiers(self) -> TierManager:
-        assert self.service.tiers is not None
-        return self.service.tiers
+    def tiers(self) -> HostTier:
+        assert self.service.host is not None
+        return self.service.host
 
     @property
     def copier(self) -> FaultyCopier:
@@ -150,22 +151,27 @@ class TieredService:
     @property
     def copiers(self) -> list[FaultyCopier]:
         """All copiers."""
-        return [] if self.service.tiers is None else [self.copier]
+        return [] if self.service.host is None else [self.copier]
 
     @property
     def lower(self) -> LowerTiers:
-        assert self.service.lower is not None
-        return self.service.lower
+        assert self.service.tiers is not None
+        return self.service.tiers
 
     @property
-    def all_moves(self) -> list[Moves]:
-        """The moves between the tiers."""
-        return self.lower._all_moves
+    def all_loads(self) -> list[Loads]:
+        """The loads to the pool, by the tier that they come from."""
+        return [place.loads.moves for place in self.service._places]
+
+    @property
+    def all_writes(self) -> list[Writes]:
+        """The writes between the tiers."""
+        return [writes for place in self.service._places for writes in place.all_writes]
 
     @property
     def in_flight(self) -> list[Move]:
         """The moves in flight."""
-        return [move for moves in self.all_moves for move in moves.in_flight]
+        return [move for some in (*self.all_loads, *self.all_writes) for move in some.in_flight]
 
     @property
     def writes(self) -> list[Copy]:
@@ -312,9 +318,9 @@ class TieredService:
 
     def check_end(self) -> None:
         """Check all tiers of a closed service, and that no slot is lost in any."""
-        check_all(self.all_moves)
+        self.lower.check_invariants()
         assert not self.in_flight, "a move is left"
-        for tier in self.lower.tiers:
+        for tier in (self.all_loads[0].pool, *(place.tier for place in self.service._places)):
             if tier.name == "disk":  # its records may be dormant, or leaving
                 continue
             cache = tier.cache

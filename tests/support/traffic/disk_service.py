@@ -90,7 +90,7 @@ class DiskServiceTraffic(ServiceTraffic):
     def make(self) -> DiskService:
         self.calls = FaultyFileCalls()
         cache = DiskService(self.shape.config_at(self.path), self.calls)
-        cache.disk._clock = cache.disk.loads._clock = self.now
+        cache.disk.work._clock = cache.disk.loads._clock = self.now
         return cache
 
     def now(self) -> float:

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from support.caches.small_kv_cache import NO_IDS
+from support.tiers.two_tiers import Moves
 
 from raydix.cache_core import (
     KVCache,
@@ -20,7 +21,6 @@ from raydix.cache_core import (
 )
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.results import Counters
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.tier import Tier
 
 PAGE, NUM_PAGES = 2, 24
@@ -85,17 +85,19 @@ def evictions(seed: int, policy: str, kind: str, num_requests: int, writes: bool
             device.end_session("s")
         # An eviction has no choice among locked nodes, so each copy ends before the next request.
         if writes:
-            copying = moves.plan_demotion(NUM_PAGES * PAGE).moves
-            copying += moves.plan_states(NUM_PAGES).moves + moves.plan_windows(NUM_PAGES * PAGE).moves
+            copying = moves.writes.prepare(NUM_PAGES * PAGE).moves
+            copying += (
+                moves.writes.prepare_states(NUM_PAGES).moves + moves.writes.prepare_windows(NUM_PAGES * PAGE).moves
+            )
             rng_of_copies = Random(number)
             rng_of_copies.shuffle(copying)
             for move in copying:
-                moves.finish(move, move.num_pages)
+                moves.complete(move, move.num_pages)
         device.evict(rng.choice((0, 0, 2)))
         if writes and number % 8 == 0:
             moves.check_invariants()
     counters: Counters = device.counters
-    return gone, hits, notes.kept, counters, device.tree.now, moves.counts.written
+    return gone, hits, notes.kept, counters, device.tree.now, moves.writes.counts.written
 
 
 def check_order(seed: int, policy: str, kind: str, num_requests: int = 80) -> int:

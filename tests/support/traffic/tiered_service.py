@@ -19,9 +19,10 @@ from support.tiers.tiered_service import TieredService, tiered_config
 from support.traffic.radix import TrafficFailed
 
 from raydix.actors.sessions.admission import _WRITES
-from raydix.actors.tiers.copier import End
+from raydix.actors.tiers.job_threads import End
 from raydix.cache_core import RadixKey
 from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.tiers.look_up import LookUp
 from raydix.cache_core.tiers.move import Move
 from raydix.schemas import (
     AbortRequest,
@@ -61,7 +62,6 @@ class Shape:
     """The sizes of the two tiers. A window or states make the kind.
 
     Attributes:
-        admit: of the host tier.
         has_tenants: two tenants share the pool; routers hear of it by slim events.
         has_thread: copies run in a thread, as they do for users.
     """
@@ -73,14 +73,12 @@ class Shape:
     num_states: int = 0
     bigram: bool = False
     policy: str = "lru"
-    admit: str = "all"
     has_tenants: bool = False
     has_thread: bool = False
 
     def __str__(self) -> str:
         kind = "states" if self.num_states else "bigram" if self.bigram else "radix"
         more = f", window of {self.window}" if self.window else ""
-        more += ", second uses" * (self.admit == "second_use")
         more += ", tenants" * self.has_tenants + ", a thread" * self.has_thread
         return f"{kind}, pages of {self.page_size}{more}, {self.host_pages} on the host, {self.policy}"
 
@@ -98,7 +96,7 @@ class Shape:
             window=self.window,
             num_states=self.num_states,
             bigram=self.bigram,
-            host={"policy": self.policy, "reserve": 0.9, "admit": self.admit},
+            host={"policy": self.policy, "reserve": 0.9},
             eviction={"high_watermark": 0.9, "low_watermark": 0.7, "policy": self.policy},
             leases={"session_ttl_s": 1000.0},
             **more,
@@ -187,8 +185,8 @@ class ServiceTraffic:
 
     def start(self) -> None:
         """Begin with a new service."""
-        for moves in self.cache.all_moves:
-            moves.batch_pages = 3
+        for writes in self.cache.all_writes:
+            writes.batch_pages = 3
         for _ in range(NUM_SESSIONS):
             self.open_session()
 
@@ -252,7 +250,7 @@ class ServiceTraffic:
         below = [
             (tokens, namespace)
             for tokens, namespace in self.prompts[-12:]
-            if lower.has_more(RadixKey(list(tokens), self.framed(namespace)))
+            if lower.missing(LookUp(RadixKey(list(tokens), self.framed(namespace)))) > 0
         ]
         if below and rng.random() < 0.6:
             return rng.choice(below)
@@ -468,8 +466,9 @@ class ServiceTraffic:
     # ---------------------------------------------------------------- administration
 
     def evict(self) -> None:
-        num_tokens, tier = self.rng.randint(1, 6 * self.page), self.rng.choice(self.cache.lower.tiers)
-        message = EvictRequest(num_tokens=num_tokens, tier=tier.name)
+        num_tokens, places = self.rng.randint(1, 6 * self.page), self.cache.service._places
+        tier = self.rng.choice(["device", *(place.tier.name for place in places)])
+        message = EvictRequest(num_tokens=num_tokens, tier=tier)
         self.ask(message, self.rng.choice(self.sessions))
 
     def prefetch(self) -> None:
@@ -587,7 +586,7 @@ class ServiceTraffic:
             # One that its session has ended, or withdrawn, counts as a request that was served.
             is_given_up = lease.filling_for == "" or (lease.filling_for is None and lease.lease_id not in self.requests)
             self.from_pool += started * is_given_up
-        counters, loaded = cache.service.core.counters, sum(moves.counts.loaded for moves in cache.all_moves)
+        counters, loaded = cache.service.core.counters, sum(loads.counts.loaded for loads in cache.all_loads)
         reused = counters.tokens_reused + counters.tokens_reused_resumed
         started = sum(tokens for _, tokens in self.owned.values())
         assert reused == self.from_pool + started + loaded, f"{reused=} {self.from_pool=} {started=} {loaded=}"
@@ -610,7 +609,7 @@ class ServiceTraffic:
                 is_own = load.target.lease_id == request.lease_id
                 assert is_own or request.lease_id not in filling
             elif load == _WRITES:
-                assert self.cache.lower.has_writes, f"{request} waits for writes that have ended"
+                assert self.cache.lower.locks_pool, f"{request} waits for writes that have ended"
             else:
                 assert waiter.is_queued, f"{request} waits for nothing"
 

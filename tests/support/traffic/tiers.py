@@ -14,6 +14,7 @@ from random import Random
 import numpy as np
 import torch
 from support.reference.tiers import Place, ReferenceTier, ReferenceTiers
+from support.tiers.two_tiers import Moves
 from support.traffic.radix import TrafficFailed
 
 from raydix.cache_core import (
@@ -29,8 +30,8 @@ from raydix.cache_core import (
     UnknownLeaseError,
 )
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
+from raydix.cache_core.tiers.loads import Filled
 from raydix.cache_core.tiers.move import Move
-from raydix.cache_core.tiers.moves import Finished, Moves
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tree.tree_node import TreeNode, nodes_to
 
@@ -102,7 +103,7 @@ class TiersTraffic:
         self.ends: set[Place] = set()  # where a match or a request has ended
         self.next_pages: dict[Place, set[tuple[int, ...]]] = defaultdict(set)  # published behind a place
         self.done: Counter[str] = Counter()
-        self.device.cache.watch_victims(self.moves.count_dropped)
+        self.device.cache.watch_victims(self.moves.writes.count_dropped)
 
     # ---------------------------------------------------------------- stamps
 
@@ -183,7 +184,7 @@ class TiersTraffic:
         (tokens, namespace), session = self.prompt(), rng.choice(SESSIONS)
         key = RadixKey(list(tokens), namespace)
         limit = rng.choice((None, None, None, rng.randrange(len(tokens) + 1)))
-        running = self.moves.running_load(key, limit)
+        running = self.moves.running(key, limit)
         if running is not None:
             assert running.is_load and running.key[: self.page] == key[: self.page]
             self.done["waits for another load"] += 1
@@ -204,7 +205,7 @@ class TiersTraffic:
         assert found == here if self.is_plain else found <= here, f"{found=}, but the model has {here}"
         request = Request(lease, tokens, namespace, model.generation(namespace))
         try:
-            move = self.moves.plan_load(lease, limit)
+            move = self.moves.prepare_load(lease, limit)
         except OutOfSlotsError:
             assert only_locks, "only a lease without pages needs more for a load"
             move = None
@@ -316,11 +317,11 @@ class TiersTraffic:
         tier.cache.evict(self.rng.randint(1, 6 * self.page))
 
     def demote(self) -> None:
-        self.moves.batch_pages = self.rng.choice((1, 3, 8))
+        self.moves.writes.batch_pages = self.rng.choice((1, 3, 8))
         reserve = self.rng.choice((12, self.shape.device_pages, self.shape.device_pages)) * self.page
-        plan = self.moves.plan_demotion(reserve).moves
-        plan += self.moves.plan_states(self.rng.randrange(self.shape.states + 1)).moves
-        plan += self.moves.plan_windows(reserve).moves
+        plan = self.moves.writes.prepare(reserve).moves
+        plan += self.moves.writes.prepare_states(self.rng.randrange(self.shape.states + 1)).moves
+        plan += self.moves.writes.prepare_windows(reserve).moves
         for move in plan:
             self.check_stop(move)
             self.done["write"] += 1
@@ -328,7 +329,7 @@ class TiersTraffic:
 
     def prefetch(self) -> None:
         tokens, namespace = self.prompt()
-        move = self.moves.plan_prefetch(RadixKey(list(tokens), namespace), self.rng.choice((None, 3 * self.page)))
+        move = self.moves.prefetch(RadixKey(list(tokens), namespace), self.rng.choice((None, 3 * self.page)))
         if move is not None:
             self.done["prefetch"] += 1
             self.copied[move] = 0
@@ -344,15 +345,13 @@ class TiersTraffic:
             return
         rng = self.rng
         move = rng.choice(list(self.copied))
-        if rng.random() < 0.2:
-            self.moves.cancel(move)
-        fails = move.is_cancelled or rng.random() < 0.15
+        fails = rng.random() < 0.32
         if not fails or rng.random() < 0.5:
             self.copy(move, move.num_pages)
         num_pages, generation = self.copied.pop(move), self.model.generation(move.key.extra_key)
         is_whole = None if num_pages == move.num_pages and not fails else False
         is_retired = move.is_retired
-        finished = self.moves.finish(move, num_pages, is_whole)
+        finished = self.moves.complete(move, num_pages, is_whole)
         self.done["partial" if 0 < num_pages < move.num_pages else "whole" if num_pages else "none"] += 1
         if move.is_load:
             self.finish_load(self.filling.pop(move), move, finished, is_retired, num_pages, is_whole)
@@ -364,7 +363,7 @@ class TiersTraffic:
         self,
         request: Request,
         move: Move,
-        finished: Finished,
+        finished: Filled,
         is_retired: bool,
         num_pages: int,
         is_whole: bool | None,
@@ -456,7 +455,7 @@ class TiersTraffic:
             reference.forget(gone)
         reused = self.device.cache.counters.tokens_reused
         assert reused == self.model.reused + self.model.loaded, f"{reused=} {self.model.reused=} {self.model.loaded=}"
-        assert self.moves.counts.loaded == self.model.loaded
+        assert self.moves.loads.counts.loaded == self.model.loaded
         for request in self.requests.values():
             if not request.lease.retired:
                 assert request.lease.filling_for is None

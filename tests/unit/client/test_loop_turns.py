@@ -248,7 +248,7 @@ async def test_requests_of_one_client_are_executed_in_their_order_and_before_its
 
 
 async def test_a_cache_without_tensors_never_waits() -> None:
-    async with LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=64), host=HostConfig(num_slots=64))) as cache:
+    async with LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=64))) as cache:
         await cache.open()
         assert cache.session.transport.turns is None and cache.service.turns is None
         ran = []
@@ -268,7 +268,7 @@ async def test_a_program_with_one_request_after_the_other_gets_a_host_tier() -> 
     config = CacheConfig(page_size=16, pool=pool, host=HostConfig(num_slots=128 * 256))
     hits = 0
     async with LocalPrefixCache(config) as local, PrefixCacheClient(local) as client:
-        tiers = local.service.tiers
+        tiers = local.service.host
         assert tiers is not None
         wait_until(lambda: tiers.state == "ready")
         for _ in range(2):
@@ -276,7 +276,7 @@ async def test_a_program_with_one_request_after_the_other_gets_a_host_tier() -> 
             for number in range(60):
                 hits += (await guide["serve"](client, list(range(1000 * number, 1000 * number + 256)), 0, None))[0]
                 # The threads copy, and the loop stands still.
-                wait_until(lambda: all(copy.result is not None for copy in tiers._writes.values()))
+                wait_until(lambda: all(copy.result is not None for copy in tiers._batches.values()))
                 time.sleep(0.001)  # noqa: ASYNC251 -- the next request takes a turn
         stats = (await client.stats()).host
 

@@ -301,7 +301,7 @@ def test_bytes_are_divided_over_ranks_and_tokens_are_of_each() -> None:
         (ON_CPU, "/nvme:1KiB", "--disk: disk.size must have room for a record of each kind, 4,"),
         (ON_CPU, "/nvme:8", "--disk must hold a page, 16 tokens, not '8', which is 8 tokens"),
         ((*ON_CPU, "pool.device=auto"), "/nvme:1GiB", "the settings: disk needs a tier in host memory above it"),
-        (("pool.num_slots=64",), "/nvme:1GiB", "the settings: disk.size is in bytes, and this cache keeps no KV"),
+        (("pool.num_slots=64",), "/nvme:1GiB", "the settings: disk keeps KV, and this cache has none"),
         ((*ON_CPU, "kind=chunk"), "/nvme:1GiB", "the settings: disk is for kinds 'radix' and 'mamba', not 'chunk'"),
         (
             (*ON_CPU, "disk.path=/nvme", "disk.size=1M"),

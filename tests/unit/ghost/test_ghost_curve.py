@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from support.reference.ghost import ReferenceGhost
 from support.tiers.tiered_cache import TieredCache
+from support.tiers.two_tiers import Moves
 
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.ghost.curve import GhostCurve
 from raydix.cache_core.ghost.prefix_hashes import PrefixHasher
 from raydix.cache_core.ghost.reuse_stack import Group, ReuseStack
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.tier import Tier
 
 PAGE = 4
@@ -108,7 +108,7 @@ def test_a_tier_below_leaves_the_curve_as_it_was(max_pages: int) -> None:
     of_one, of_both = (ghost.hit_rates(sizes) for ghost in caches.values())
     assert of_both == of_one
     assert caches[alone].tokens_requested == caches[tiers].tokens_requested
-    assert tiers.moves.counts.loaded > 1_000
+    assert tiers.moves.loads.counts.loaded > 1_000
 
 
 def test_a_request_that_begins_again_counts_once() -> None:
@@ -120,10 +120,10 @@ def test_a_request_that_begins_again_counts_once() -> None:
     upper.evict(2 * PAGE)
 
     lease = upper.acquire("again", "s", RadixKey([1] * 2 * PAGE))
-    load = moves.plan_load(lease)
+    load = moves.prepare_load(lease)
     assert load is not None
     upper.reset()
-    assert moves.finish(load, load.num_pages).must_restart
+    assert moves.complete(load, load.num_pages).must_restart
     request(upper, "again", [1] * 2 * PAGE)
 
     assert ghost.tokens_requested == 4 * PAGE

@@ -3,9 +3,11 @@
 import random
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from support.processes.fake_clock import Clock
+from support.tiers.settled_tiers import NO_SPARE, quick_disk, service_of, tensors, tiers_settled, whole_host
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.observe.count_history import History
@@ -15,20 +17,21 @@ from raydix.actors.report.treemap import Rect, squarify
 from raydix.actors.service.cache_service import CacheService
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.outline import OutlineNode
+from raydix.cache_core.tiers.look_up import LookUp
 from raydix.schemas import (
     AcquireRequest,
     CacheConfig,
     CacheReport,
-    DiskConfig,
     EvictionConfig,
     GhostConfig,
-    HostConfig,
     InsertRequest,
     OpenSession,
     PoolConfig,
     PrefixUse,
     TenantConfig,
     TokenIds,
+    WaitingResponse,
+    WaitRequest,
     frame_namespace,
 )
 
@@ -385,25 +388,25 @@ def test_namespaces_are_counted_apart_and_the_small_ones_together() -> None:
 def tiered(clock: Clock) -> CacheService:
     """Four pages of four tokens, above 16."""
     config = CacheConfig(
-        page_size=4,
-        pool=PoolConfig(num_slots=16, device="cpu"),
-        eviction=EvictionConfig(high_watermark=1.0),
-        host=HostConfig(num_slots=64),
-        ghost=GhostConfig(),
-    )
-    return CacheService(config, "epoch", clock=clock)
+        page_size=4, pool=tensors(16), eviction=NO_SPARE, host=whole_host(64), ghost=GhostConfig()
+    )  # fmt: skip
+    return service_of(config, clock=clock)
 
 
-def serve(service: CacheService, tokens: list[int], namespace: str | None = None) -> None:
-    """Serve a request with messages, as only these load."""
+async def serve(service: CacheService, tokens: list[int], namespace: str | None = None) -> None:
+    """Serve a request with messages, as only these load; then the tiers get its KV."""
     service.insight.history.note()
     if not len(service.sessions):
         service.open_session(OpenSession(session_id="session", owner="test"))
     lease_id, nothing = f"lease-{service.stats().requests}", TokenIds.pack([])
     acquire = AcquireRequest(lease_id, TokenIds.pack(tokens), namespace)
     insert = InsertRequest(lease_id, len(tokens), nothing, release=True)
-    for answer in service.execute("session", "epoch", (acquire, insert)).responses:
-        assert not isinstance(answer, Exception)
+    (answer,) = service.execute("session", service.epoch, (acquire,)).responses
+    if isinstance(answer, WaitingResponse):
+        answer = await service.wait(WaitRequest(session_id="session", epoch=service.epoch, ticket=answer.ticket))
+    (inserted,) = service.execute("session", service.epoch, (insert,)).responses
+    assert not isinstance(answer, Exception) and not isinstance(inserted, Exception)
+    await tiers_settled(service)
 
 
 async def test_loaded_tokens_are_a_part_of_the_hits_of_their_namespace_and_time(
@@ -411,7 +414,7 @@ async def test_loaded_tokens_are_a_part_of_the_hits_of_their_namespace_and_time(
 ) -> None:
     name = frame_namespace("a", None, None)
     for clock.now, prompt in enumerate(([1] * 16, [2] * 16, [1] * 16, [3] * 8)):
-        serve(tiered, prompt, name if prompt == [1] * 16 else None)
+        await serve(tiered, prompt, name if prompt == [1] * 16 else None)
     clock.now = 4
 
     report, html = tiered.report(), render(tiered.report(), tiered.config, "kv-0")
@@ -429,14 +432,14 @@ async def test_loaded_tokens_are_a_part_of_the_hits_of_their_namespace_and_time(
 
 async def test_a_request_that_begins_again_behind_its_load_is_counted_once(tiered: CacheService) -> None:
     for prompt in ([1] * 16, [2] * 16):
-        serve(tiered, prompt)
-    assert tiered.tiers is not None
-    moves, key = tiered.tiers.moves, RadixKey([1] * 16)
+        await serve(tiered, prompt)
+    assert tiered.host is not None
+    loads, key = tiered.host.loads.moves, RadixKey([1] * 16)
 
-    load = moves.plan_load(tiered.core.acquire("lease", "s", key))
+    load = loads.prepare(tiered.core.acquire("lease", "s", key), LookUp(key))
     assert load is not None
     tiered.core.reset()
-    assert moves.finish(load, load.num_pages).must_restart
+    assert loads.complete(load, load.num_pages).must_restart
     tiered.core.acquire("lease", "s", key)
 
     (row,) = tiered.report().namespaces
@@ -447,10 +450,10 @@ async def test_a_request_that_begins_again_behind_its_load_is_counted_once(tiere
 
 async def test_the_page_tells_how_full_the_host_tier_is_and_what_it_gave(tiered: CacheService) -> None:
     for prompt in ([1] * 16, [2] * 16, [1] * 16):
-        serve(tiered, prompt)
+        await serve(tiered, prompt)
 
     text = page_of(tiered).text
-    without = page_of(CacheService(tiered.config.model_copy(update={"host": None}), "epoch")).text
+    without = page_of(service_of(tiered.config.model_copy(update={"host": None}), clock=Clock(0.0))).text
 
     place = text.index("The host tier")
     figures = text[place + 1 :]
@@ -477,10 +480,10 @@ def test_the_page_says_why_a_host_tier_does_not_work(tiered: CacheService, state
 
 
 async def test_other_sizes_of_the_pool_are_estimated_without_the_host_tier(tiered: CacheService) -> None:
-    alone = CacheService(tiered.config.model_copy(update={"host": None}), "epoch")
+    alone = service_of(tiered.config.model_copy(update={"host": None}), clock=Clock(0.0))
     for service in (alone, tiered):
         for number in range(40):
-            serve(service, [number % 3] * 8)
+            await serve(service, [number % 3] * 8)
 
     assert tiered.stats().hit_rate > alone.stats().hit_rate
     assert tiered.stats().ghost == alone.stats().ghost
@@ -488,25 +491,25 @@ async def test_other_sizes_of_the_pool_are_estimated_without_the_host_tier(tiere
 
 
 @pytest.fixture
-def on_disk(clock: Clock) -> CacheService:
+def on_disk(clock: Clock, tmp_path: Path) -> CacheService:
     """Four pages of four tokens, above a disk of 16 pages."""
     config = CacheConfig(
         page_size=4,
-        pool=PoolConfig(num_slots=16, device="cpu"),
+        pool=tensors(16),
         eviction=EvictionConfig(high_watermark=1.0),
-        disk=DiskConfig(path="/nowhere", num_slots=64),
+        disk=quick_disk(tmp_path, 64),
         fingerprint="m",
         ghost=GhostConfig(),
     )
-    return CacheService(config, "epoch", clock=clock)
+    return service_of(config, clock=clock)
 
 
 async def test_the_page_tells_how_full_the_disk_is_and_what_it_gave(on_disk: CacheService) -> None:
     for prompt in ([1] * 16, [1] * 16, [2] * 16, [1] * 16):
-        serve(on_disk, prompt)
+        await serve(on_disk, prompt)
 
     text = page_of(on_disk).text
-    without = page_of(CacheService(on_disk.config.model_copy(update={"disk": None}), "epoch")).text
+    without = page_of(service_of(on_disk.config.model_copy(update={"disk": None}), clock=Clock(0.0))).text
 
     figures = text[text.index("The disk") + 1 :]
     assert figures[:3] == ["in use", "25.0 %", "16 of 64 slots"]

@@ -572,7 +572,9 @@ DEFAULTS[8] = DEFAULTS[7]
 DEFAULTS[9] = DEFAULTS[8] | {
     DiskConfig: {name: value for name, value in DEFAULTS[8][DiskConfig].items() if name != "fingerprint"}
 }
-DEFAULTS[10] = DEFAULTS[9]
+DEFAULTS[10] = DEFAULTS[9] | {
+    HostConfig: {name: value for name, value in DEFAULTS[9][HostConfig].items() if name != "admit"}
+}
 
 
 def test_a_default_that_changes_gets_a_new_protocol_number() -> None:
@@ -626,6 +628,7 @@ def test_a_configuration_survives_pickling() -> None:
         ({"kind": "trie"}, {}, "host is for kinds 'radix' and 'mamba', not 'trie'"),
         ({"kind": "slots", "max_seq_len": 16}, {}, "host is for kinds 'radix' and 'mamba', not 'slots'"),
         ({"eviction": EvictionConfig(high_watermark=1.0)}, {}, "host needs eviction.high_watermark below 1.0"),
+        ({"pool": PoolConfig(num_slots=8)}, {}, "host keeps KV, and this cache has none: leave it out, or give"),
         ({}, {"num_slots": 0}, "num_slots"),
         ({}, {"num_slots": -4}, "num_slots"),
         ({}, {"num_slots": 66}, r"host.num_slots \(66\) must be a multiple of page_size \(4\): set it to 64"),
@@ -645,16 +648,8 @@ def test_a_host_tier_that_does_not_fit_is_refused(fields: dict[str, Any], host: 
         CacheConfig(**{"page_size": 4, "pool": POOL} | fields, host=HostConfig(**{"num_slots": 64} | host))
 
 
-def test_a_cache_without_tensors_may_have_a_host_tier_without_the_task() -> None:
-    config = CacheConfig(
-        pool=PoolConfig(num_slots=8), eviction=EvictionConfig(high_watermark=1.0), host=HostConfig(num_slots=32)
-    )
-
-    assert config.host_sizes == (32, 0, 0)
-
-
 def test_the_sizes_of_a_host_tier_are_in_proportion_unless_given() -> None:
-    pool = PoolConfig(num_slots=64, num_swa_slots=16, num_state_slots=3)
+    pool = POOL.model_copy(update={"num_swa_slots": 16, "num_state_slots": 3})
     config = CacheConfig(kind="mamba", page_size=4, pool=pool, sliding_window_size=8, host=HostConfig(num_slots=160))
     given = HostConfig(num_slots=160, num_swa_slots=8, num_state_slots=1)
 
@@ -686,11 +681,7 @@ CPU_POOL = POOL.model_copy(update={"device": "cpu"})
         ({}, {"num_slots": 66}, r"disk.num_slots \(66\) must be a multiple of page_size \(4\): set it to 64"),
         ({}, {"num_slots": None, "size": 0}, "size"),
         ({}, {"num_slots": None, "size": "1TiB"}, "size"),
-        (
-            {"pool": PoolConfig(num_slots=8)},
-            {"num_slots": None, "size": 2**20},
-            "disk.size is in bytes, and",
-        ),
+        ({"pool": PoolConfig(num_slots=8)}, {}, "disk keeps KV, and this cache has none: leave it out, or give"),
         ({}, {"num_slots": None, "size": 2**20, "num_swa_slots": 8}, "leave out num_swa_slots, or give num_slots"),
         ({}, {"num_slots": None, "size": 2**20, "num_state_slots": 8}, "leave out num_state_slots, or give num_slots"),
         ({}, {"num_swa_slots": 8}, "disk.num_swa_slots needs sliding_window_size"),
@@ -721,11 +712,10 @@ def test_a_disk_lies_below_the_host_or_a_pool_in_host_memory() -> None:
     assert CacheConfig(page_size=4, pool=CPU_POOL, disk=disk).tiers_below == {"disk": "STORAGE"}
     below_host = CacheConfig(page_size=4, pool=POOL, host=HostConfig(num_slots=64), disk=disk)
     assert below_host.tiers_below == {"host": "CPU", "disk": "STORAGE"}
-    assert CacheConfig(pool=PoolConfig(num_slots=8), disk=disk).disk_sizes() == (64, 0, 0)
 
 
 def test_the_slots_of_a_disk_tier_are_in_proportion_unless_given() -> None:
-    pool = PoolConfig(num_slots=64, num_swa_slots=16, num_state_slots=3, device="cpu")
+    pool = CPU_POOL.model_copy(update={"num_swa_slots": 16, "num_state_slots": 3})
     disk = DiskConfig(path="/disk", num_slots=160)
     config = CacheConfig(kind="mamba", page_size=4, pool=pool, sliding_window_size=8, disk=disk)
     named = DiskConfig(path="/disk", num_slots=160, num_swa_slots=8, num_state_slots=1)

@@ -33,7 +33,7 @@ from raydix.actors.service.findings import (
     version_finding,
 )
 from raydix.actors.transport.process_liveness import own_liveness_path
-from raydix.schemas import CacheConfig, DiskPoolStats, DiskTierStats, HostConfig, PoolConfig, PoolStats, TierStats
+from raydix.schemas import CacheConfig, DiskPoolStats, DiskTierStats, HostConfig, PoolStats, TierStats
 from raydix.schemas.protocol import PROTOCOL, handshake
 from raydix.schemas.version import package_version
 
@@ -167,7 +167,9 @@ def test_a_host_tier_counts_against_the_memory_of_the_node(pool: int, host: int,
 def test_the_tables_of_a_host_tier_count_as_those_of_a_pool(
     fields: dict[str, object], slots: int, windows: int, states: int
 ) -> None:
-    pool = PoolConfig(num_slots=64, num_state_slots=3 if "mamba" in fields.values() else 0)
+    pool: dict[str, object] = {"num_slots": 64, "format": "opaque", "slot_bytes": 4}
+    pool |= {"num_state_slots": 3, "state_bytes": 4} if "mamba" in fields.values() else {}
+    pool |= {"swa_slot_bytes": 4} if "sliding_window_size" in fields else {}
     config = CacheConfig.model_validate({"pool": pool, "page_size": 16, **fields})
 
     below = table_bytes(config) - table_bytes(config.model_copy(update={"host": None}))

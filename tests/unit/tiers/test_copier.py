@@ -19,7 +19,8 @@ from support.tiers.faulty_copier import Call, FaultyCopier, GatedCopies
 from support.tiers.pool_pages import LAYOUTS, PAGE, contents, copied, pool_below, random_plan, random_pool
 from support.waiting import wait_until
 
-from raydix.actors.tiers.copier import Copied, Copier, Copy, WriteCap, _Queues
+from raydix.actors.tiers.copier import Copier, Copy, WriteCap, _Queues
+from raydix.actors.tiers.job_threads import Ended
 from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies, PageRecords
 
 LOGGER = "raydix.actors.tiers.copier"
@@ -35,18 +36,18 @@ class Laboratory:
         self.copies = GatedCopies(self.pool, self.below, is_open=is_open)
         self.now = 0.0
         self.copier = Copier(self.copies, write_mib_s=write_mib_s, chunk_bytes=1, clock=lambda: self.now)
-        self.ended: list[tuple[CopyPlan, Copied]] = []
+        self.ended: list[tuple[CopyPlan, Ended]] = []
 
     def start(self, num_pages: int, *, load: bool = False, timeout_s: float | None = None) -> Copy:
         plan = random_plan(random.Random(num_pages), self.pool, self.below, num_pages)
 
-        def done(result: Copied) -> None:
+        def done(result: Ended) -> None:
             assert threading.current_thread() is threading.main_thread()
             self.ended.append((plan, result))
 
         return self.copier.load(plan, done, timeout_s) if load else self.copier.write(plan, done)
 
-    async def result(self, copy: Copy) -> Copied:
+    async def result(self, copy: Copy) -> Ended:
         """The result that was reported to the event loop."""
         await until(lambda: any(plan is copy.plan for plan, _ in self.ended))
         (result,) = [result for plan, result in self.ended if plan is copy.plan]
@@ -82,12 +83,12 @@ async def test_what_is_written_and_loaded_are_the_bytes_of_the_plan(name: str) -
 
         copy = lab.start(number, load=not down)
 
-        assert await lab.result(copy) == Copied(number, "whole")
+        assert await lab.result(copy) == Ended(number, "whole")
         assert contents(target) == wanted
         assert copy.plan is not plan and lab.copies.first_difference(plan) is None
     writes, loads = lab.copier.counts(loads=False), lab.copier.counts(loads=True)
     assert (writes.ends, loads.ends) == ({"whole": 2}, {"whole": 1})
-    assert bool(writes.num_bytes) == bool(writes.bytes_per_s) == (not lab.copies.is_empty)
+    assert bool(writes.num_bytes) == bool(writes.bytes_per_s) == (name != "no layers")
     lab.copier.close()
 
 
@@ -127,18 +128,18 @@ async def check_cancel(lab: Laboratory) -> None:
     await until(lambda: len(lab.copies.calls) == 2)
 
     lab.copier.cancel(queued)
-    assert queued.result == Copied(0, "cancelled")
+    assert queued.result == Ended(0, "cancelled")
     assert await lab.result(queued) == queued.result  # no chunk went through since
     lab.copier.cancel(running)
     lab.copier.cancel(running)
     assert running.result is None
 
     lab.copies.pass_chunks()
-    assert await lab.result(running) == Copied(2, "cancelled")
+    assert await lab.result(running) == Ended(2, "cancelled")
     lab.copies.pass_chunks(2)
-    assert await lab.result(other) == Copied(2, "whole")
+    assert await lab.result(other) == Ended(2, "whole")
     lab.copier.cancel(other)  # it has ended
-    assert other.result == Copied(2, "whole")
+    assert other.result == Ended(2, "whole")
     assert lab.copier.counts(loads=False).ends == {"cancelled": 2, "whole": 1}
 
 
@@ -148,7 +149,7 @@ async def test_a_copy_that_is_cancelled_in_its_last_chunk_is_whole(lab: Laborato
     lab.copier.cancel(copy)
     lab.copies.pass_chunks()
 
-    assert await lab.result(copy) == Copied(1, "whole")
+    assert await lab.result(copy) == Ended(1, "whole")
 
 
 async def test_a_late_load_ends_behind_its_chunk_and_one_behind_it_before_it_begins(lab: Laboratory) -> None:
@@ -160,10 +161,10 @@ async def test_a_late_load_ends_behind_its_chunk_and_one_behind_it_before_it_beg
     lab.now = 6.0
     lab.copies.pass_chunks()
 
-    assert await lab.result(first) == Copied(2, "late")
-    assert await lab.result(second) == Copied(0, "late")
+    assert await lab.result(first) == Ended(2, "late")
+    assert await lab.result(second) == Ended(0, "late")
     lab.copies.pass_chunks(4)
-    assert await lab.result(third) == Copied(4, "whole")
+    assert await lab.result(third) == Ended(4, "whole")
     assert lab.copier.counts(loads=True).ends == {"late": 2, "whole": 1}
 
 
@@ -173,16 +174,16 @@ async def test_the_cap_holds_writes_back_and_no_loads() -> None:
     write = lab.start(3)
     await until(lambda: len(lab.copies.calls) == 1 and lab.copier.queued_bytes(loads=False) == 2 * size)
 
-    assert await lab.result(lab.start(5, load=True)) == Copied(5, "whole")
+    assert await lab.result(lab.start(5, load=True)) == Ended(5, "whole")
     lab.now = size - 1.0
-    assert await lab.result(lab.start(4, load=True)) == Copied(4, "whole")
+    assert await lab.result(lab.start(4, load=True)) == Ended(4, "whole")
     assert lab.calls().count(("write", 3, 1)) == 0
     lab.now = float(size)
-    assert await lab.result(lab.start(2, load=True)) == Copied(2, "whole")  # it wakes the thread
+    assert await lab.result(lab.start(2, load=True)) == Ended(2, "whole")  # it wakes the thread
     await until(lambda: lab.copier.queued_bytes(loads=False) == size)
 
     lab.copier.cancel(write)
-    assert await lab.result(write) == Copied(2, "cancelled")
+    assert await lab.result(write) == Ended(2, "cancelled")
     lab.copier.close()
 
 
@@ -214,20 +215,22 @@ async def test_a_failure_is_reported_with_the_pages_before_it_and_the_thread_goe
     with caplog.at_level(logging.ERROR):
         failed, other = lab.start(4, load=True), lab.start(2)
 
-        assert await lab.result(failed) == Copied(2, "failed", "RuntimeError: CUDA error: an illegal memory access")
-    assert await lab.result(other) == Copied(2, "whole")
+        num_pages, end, error, _ = await lab.result(failed)
+        assert (num_pages, end) == (2, "failed")
+        assert isinstance(error, RuntimeError) and str(error) == "CUDA error: an illegal memory access"
+    assert await lab.result(other) == Ended(2, "whole")
     assert [record.getMessage() for record in caplog.records] == ["a load of 4 pages failed"]
     assert lab.copier.counts(loads=True).ends == {"failed": 1}
 
 
 async def test_a_plan_with_wrong_slots_fails(lab: Laboratory) -> None:
     lab.copies.pass_chunks(10)
-    ended: list[Copied] = []
+    ended: list[Ended] = []
     lab.copier.write(CopyPlan(np.asarray([PAGE]), np.asarray([10**6 * PAGE])), ended.append)
     await until(lambda: bool(ended))
 
     assert (ended[0].num_pages, ended[0].end) == (0, "failed")
-    assert "first slots of pages" in ended[0].error
+    assert "first slots of pages" in str(ended[0].error)
 
 
 async def test_closing_in_the_middle_ends_all_copies_behind_one_chunk(lab: Laboratory) -> None:
@@ -240,18 +243,18 @@ async def check_close(lab: Laboratory, patience_s: float = 0.2) -> None:
     queued = lab.start(3), lab.start(2, load=True)
     closing = threading.Thread(target=lab.copier.close)
     closing.start()
-    await until(lambda: all(copy.result == Copied(0, "closed") for copy in queued))
+    await until(lambda: all(copy.result == Ended(0, "closed") for copy in queued))
     closing.join(patience_s)
     assert closing.is_alive() and running.result is None
     lab.copies.pass_chunks()
     await until(lambda: not closing.is_alive())
 
-    assert running.result == Copied(1, "closed")
+    assert running.result == Ended(1, "closed")
     assert len(lab.copies.calls) == 1
     late = lab.start(5)
     for copy in (running, *queued, late):
         await lab.result(copy)
-    assert late.result == Copied(0, "closed")
+    assert late.result == Ended(0, "closed")
     lab.copier.close()
 
 
@@ -269,17 +272,17 @@ def test_an_end_that_no_loop_takes_is_kept_without_a_warning(caplog: pytest.LogC
     wait_until(lambda: copy.result is not None)
     lab.copier.close()
 
-    assert copy.result == Copied(1, "whole")
+    assert copy.result == Ended(1, "whole")
     assert [record.levelname for record in caplog.records if record.name == LOGGER] == ["DEBUG"]
 
 
 async def test_a_copier_that_is_dropped_ends_its_thread_and_keeps_no_pool() -> None:
     pool = random_pool(LAYOUTS["attention"])
     copies, before = PageCopies(pool, pool_below(pool)), set(threading.enumerate())
-    copier, ended = Copier(copies), list[Copied]()
+    copier, ended = Copier(copies), list[Ended]()
     (thread,) = set(threading.enumerate()) - before
     copier.write(CopyPlan(np.asarray([PAGE]), np.asarray([PAGE])), ended.append)
-    await until(lambda: ended == [Copied(1, "whole")])
+    await until(lambda: ended == [Ended(1, "whole")])
     storage = weakref.ref(pool.storage)
 
     del copier, copies, pool
@@ -289,19 +292,6 @@ async def test_a_copier_that_is_dropped_ends_its_thread_and_keeps_no_pool() -> N
     assert storage() is None
 
 
-def test_an_index_only_pool_needs_neither_a_thread_nor_a_loop() -> None:
-    pool, before = random_pool(LAYOUTS["no layers"]), threading.enumerate()
-    copier = Copier(PageCopies(pool, pool_below(pool)), write_mib_s=1e-9)
-    ended: list[Copied] = []
-    plan = CopyPlan(np.arange(8) * PAGE, np.arange(8) * PAGE)
-
-    copies = [copier.write(plan, ended.append), copier.load(plan, ended.append, 0.0)]
-
-    assert ended == [copy.result for copy in copies] == [Copied(8, "whole")] * 2
-    assert set(threading.enumerate()) <= set(before)
-    copier.close()
-
-
 # -------------------------------------------------------------------- the copier of tests
 
 
@@ -309,7 +299,7 @@ def test_an_index_only_pool_needs_neither_a_thread_nor_a_loop() -> None:
 def test_a_faulty_copier_ends_copies_in_any_order_and_cuts_them_off(name: str) -> None:
     pool = random_pool(LAYOUTS[name], torch.float32)
     below = pool_below(pool)
-    copies, faulty, ended = PageCopies(pool, below), FaultyCopier(pool, below), list[tuple[Copy, Copied]]()
+    copies, faulty, ended = PageCopies(pool, below), FaultyCopier(pool, below), list[tuple[Copy, Ended]]()
     plans = [random_plan(random.Random(number), pool, below, 4) for number in range(6)]
 
     def start(begin: Callable[..., Copy], plan: CopyPlan) -> Copy:
@@ -322,12 +312,12 @@ def test_a_faulty_copier_ends_copies_in_any_order_and_cuts_them_off(name: str) -
     assert contents(below) == copied(plans[3], contents(pool), before, down=True, stop=2)
     faulty.advance(started[1], 1)
     faulty.cancel(started[1])
-    assert started[1].result == Copied(1, "cancelled") and len(ended) == 1
+    assert started[1].result == Ended(1, "cancelled") and len(ended) == 1
     faulty.deliver()
     faulty.finish(started[0])
     assert copies.first_difference(plans[0]) is None
     faulty.advance(started[2], 4)
-    if not copies.is_empty:
+    if name != "no layers":
         faulty.flip(started[2], 1)
         assert copies.first_difference(plans[2]) == 1
     faulty.finish(started[2])
@@ -375,7 +365,7 @@ FAULTS: dict[str, tuple[type, str, Any, Callable[[Laboratory], Awaitable[None]]]
     "`close` does not wait for the chunk": (
         Copier,
         "close",
-        lambda copier: copier._queues.close(),
+        lambda copier: copier._queues.close(0.0),
         partial(check_close, patience_s=60),
     ),
 }

@@ -17,7 +17,7 @@ import pytest
 from support.tiers.disk_story import DiskStory
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors, disk_tier, space_bindings
+from raydix.actors.tiers import disk_errors, disk_opening, space_bindings
 
 SHAPES: dict[str, dict[str, Any]] = {
     "pages": {},
@@ -36,7 +36,7 @@ CODES = pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EUCLEAN]
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_errors, "RETRY_S", 0.003)
     monkeypatch.setattr(space_bindings, "_ROWS_AT_ONCE", 5)
-    monkeypatch.setattr(disk_tier, "_RECORDS_AT_ONCE", 5)
+    monkeypatch.setattr(disk_opening, "_RECORDS_AT_ONCE", 5)
     monkeypatch.setattr(space_bindings, "_BUILT_AT_ONCE", 2)
 
 

@@ -50,7 +50,7 @@ async def write_all(disk: SmallDisk) -> None:
         disk.compute(prompt)
     for prompt in PROMPTS:
         written = await disk.write(prompt)
-        assert written is not None and written.error is None and written.rows
+        assert written is not None and written.error is None and written.result
 
 
 async def lengths(disk: SmallDisk) -> list[int]:

@@ -17,7 +17,7 @@ from support.tiers.disk_rig import PAGE, opened_rig, stalled_copies
 from support.tiers.disk_story import EVERY, PROMPTS, DiskStory
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors, disk_tier, space_bindings
+from raydix.actors.tiers import disk_errors, disk_opening, space_bindings
 from raydix.actors.tiers.disk_index import INDEX
 
 NONE, ALL = [0] * len(PROMPTS), [len(prompt) for prompt in PROMPTS]
@@ -30,7 +30,7 @@ WRITE_CALLS = ("pwritev", "BEGIN", "INSERT", "COMMIT")
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_errors, "RETRY_S", 0.003)
-    monkeypatch.setattr(disk_tier, "_RECORDS_AT_ONCE", 4)
+    monkeypatch.setattr(disk_opening, "_RECORDS_AT_ONCE", 4)
     monkeypatch.setattr(space_bindings, "_ROWS_AT_ONCE", 4)
     monkeypatch.setattr(space_bindings, "_BUILT_AT_ONCE", 2)
 
@@ -71,7 +71,7 @@ async def test_a_retirement_at_each_point_of_a_write(
         before = planted.counts[name]
         for _ in range(2):
             rig.request(PROMPTS[1])
-        while not rig.disk.all_moves[0].in_flight:  # noqa: ASYNC110 -- each step of the loop counts
+        while not rig.disk.all_writes[0].in_flight:  # noqa: ASYNC110 -- each step of the loop counts
             await asyncio.sleep(0)
         while planted.counts[name] == before:  # the loop does not run meanwhile
             time.sleep(0.0005)  # noqa: ASYNC251
@@ -105,11 +105,11 @@ async def test_of_two_namespaces_of_a_write_one_is_retired(tmp_path: Path) -> No
             await rig.twice([5] * 8)
             await rig.twice([5] * 8, namespace="a")
             go_on = copies.stall("gather")
-            rig.disk._paused_until = float("inf")
+            rig.disk.work.paused_until = float("inf")
             for namespace in (None, None, "a", "a"):
                 rig.request([1] * 16, namespace)
-            rig.disk._paused_until = 0
-            rig.disk._run_slice()
+            rig.disk.work.paused_until = 0
+            rig.disk.work.run_slice()
             (batch,) = rig.disk.writes._batches
             assert len(batch.moves) == 2
             rig.retire("new", "a")
@@ -126,7 +126,7 @@ async def test_a_cancelled_write_is_still_due(tmp_path: Path) -> None:
         await rig.twice([5] * 8)
         rig.request([1] * 16)
         rig.request([1] * 16)
-        rig.disk._run_slice()
+        rig.disk.work.run_slice()
         rig.disk.cancel_writes()
         await rig.settle()
 
@@ -252,7 +252,7 @@ async def test_a_retirement_that_was_refused_is_tried_for_the_last_time_at_the_e
     rig.retire("new", None)
     deletion = rig.disk.deletions.future()
     assert deletion is not None
-    await rig.wait(lambda: calls.counts["DELETE"] > 0 if is_open else rig.disk._writer is not None)
+    await rig.wait(lambda: calls.counts["DELETE"] > 0 if is_open else rig.disk.files.writer is not None)
     rig.disk.close(60)
     await rig.wait(deletion.done)
     story.note("!new")

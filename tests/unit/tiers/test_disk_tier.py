@@ -15,7 +15,8 @@ import pytest
 from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors, disk_tier, disk_writes, tier_loads
+from raydix.actors.tiers import disk_errors, disk_files, disk_opening, disk_writes, free_records, tier_loads
+from raydix.actors.tiers.disk_work import DiskWork
 from raydix.actors.tiers.disk_writes import DiskWrites
 from raydix.actors.tiers.record_file import BLOCK
 from raydix.cache_core import RadixKey
@@ -50,7 +51,7 @@ async def test_nothing_is_locked_by_a_disk_that_does_not_take_a_write(tmp_path: 
         go_on = calls.stall("pwritev")
         rig.request([1] * 16)
         rig.request([1] * 16)
-        await rig.wait(lambda: bool(rig.disk.all_moves[0].in_flight) and not rig.disk.writes.lock_pool)
+        await rig.wait(lambda: bool(rig.disk.all_writes[0].in_flight) and not rig.disk.writes.locks_pool)
 
         assert rig.core.evict(10**6) == 16, "the pages are in the writer's buffer"
         rig.check()
@@ -72,7 +73,7 @@ async def test_a_page_that_has_left_the_pool_is_written_from_the_host(tmp_path: 
         rig.disk.wake()
         await rig.settle()
 
-        assert rig.disk.all_moves[1].counts.written == 16 and rig.disk.all_moves[0].counts.written == 0
+        assert rig.disk.all_writes[1].counts.written == 16 and rig.disk.all_writes[0].counts.written == 0
         assert await rig.lengths([1] * 16) == [16]
 
 
@@ -105,12 +106,12 @@ async def test_the_disk_waits_without_work_while_no_write_may_begin(
 ) -> None:
     slices = [0]
 
-    def run_slice(self: disk_tier.DiskTier) -> None:
+    def run_slice(self: DiskWork, *arguments: Any) -> None:
         slices[0] += 1
-        original(self)
+        original(self, *arguments)
 
-    original = disk_tier.DiskTier._run_slice
-    monkeypatch.setattr(disk_tier.DiskTier, "_run_slice", run_slice)
+    original = DiskWork.run_slice
+    monkeypatch.setattr(DiskWork, "run_slice", run_slice)
     async with opened_rig(tmp_path, num_pages=20, admit="all", reserve=0.9) as rig:
         rig.disk.may_begin = lambda: False
         rig.request([1] * 24)
@@ -185,7 +186,7 @@ async def test_a_full_disk_evicts_its_coldest_pages_ahead_of_need(tmp_path: Path
 async def test_a_slice_looks_up_few_prefixes_and_evicts_few_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "_EVICTED_AT_ONCE", 2)
+    monkeypatch.setattr(free_records, "_EVICTED_AT_ONCE", 2)
     looked_up, evicted = [0], list[int]()
     begin, plan = DiskWrites.begin, DiskWrites._plan
 
@@ -208,14 +209,14 @@ async def test_a_slice_looks_up_few_prefixes_and_evicts_few_pages(
 
         assert sum(looked_up) >= 150 and max(looked_up) <= 16
         assert sum(evicted) >= 20 * PAGE and max(evicted) <= 2 * PAGE
-        assert rig.disk.writes.counts.due_gone == 100 and rig.disk.all_moves[0].counts.written >= 50 * PAGE
+        assert rig.disk.writes.counts.due_gone == 100 and rig.disk.all_writes[0].counts.written >= 50 * PAGE
 
 
 async def test_a_write_waits_for_the_records_that_will_be_free(tmp_path: Path) -> None:
     async with opened_rig(tmp_path, disk_pages=8) as rig:
         await rig.twice(*([number] * 12 for number in range(20)))
 
-        assert rig.disk.writes.counts.no_room == 0 and rig.disk.all_moves[0].counts.written == 20 * 12
+        assert rig.disk.writes.counts.no_room == 0 and rig.disk.all_writes[0].counts.written == 20 * 12
 
 
 async def test_a_write_that_fails_is_counted_and_its_records_are_free_again(tmp_path: Path) -> None:
@@ -240,10 +241,10 @@ async def test_a_request_short_of_slots_cancels_the_writes_that_lock_the_pool(tm
         rig.core.evict(10**6)
         rig.request([1] * 16)
         rig.request([1] * 16)
-        writer, resumed = rig.disk._writer, asyncio.Event()
+        writer, resumed = rig.disk.files.writer, asyncio.Event()
         assert writer is not None
         rig.disk.writes.begin(writer, rig.disk.bindings)
-        assert rig.disk.writes.lock_pool and rig.core.evict(10**6) == 0
+        assert rig.disk.writes.locks_pool and rig.core.evict(10**6) == 0
 
         rig.disk.writes.after_writes(resumed.set)
         assert not rig.disk.writes.cancel(writer)
@@ -562,7 +563,7 @@ async def test_a_disk_that_does_not_answer_costs_its_deadline_and_is_left_alone_
         await rig.wait(deletion.done)
         rig.check()
         go_on()
-        await rig.wait(lambda: not rig.disk.all_moves[0].in_flight)
+        await rig.wait(lambda: not (rig.disk.loads.moves.in_flight or rig.disk.all_writes[0].in_flight))
         rig.check()
         assert rig.core.free_slots == 64 * PAGE, "the pages of the late load are free again"
         now[0] += tier_loads.STALL_S
@@ -579,7 +580,7 @@ async def test_a_late_load_goes_on_without_its_request(tmp_path: Path, monkeypat
         _, finished = await rig.load([1] * 16, timeout_s=0.01)
         assert finished is not None and finished.must_restart
         go_on()
-        await rig.wait(lambda: not rig.disk.all_moves[0].in_flight)
+        await rig.wait(lambda: not (rig.disk.loads.moves.in_flight or rig.disk.all_writes[0].in_flight))
 
         assert rig.core.match(RadixKey([1] * 16)).prefix_len == 16
         assert rig.disk.stats().tokens_loaded_unused == 16
@@ -616,9 +617,9 @@ async def test_pages_that_were_used_before_the_disk_was_open_are_written_when_it
 async def test_a_disk_that_another_cache_has_is_taken_when_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = disk_tier.DiskStore
-    monkeypatch.setattr(disk_tier, "PREDECESSOR_S", 0.01)
-    monkeypatch.setattr(disk_tier, "DiskStore", lambda *arguments, **options: real(*arguments, **options, wait_s=0.01))
+    real = disk_files.DiskStore
+    monkeypatch.setattr(disk_opening, "PREDECESSOR_S", 0.01)
+    monkeypatch.setattr(disk_files, "DiskStore", lambda *arguments, **options: real(*arguments, **options, wait_s=0.01))
     async with opened_rig(tmp_path) as first:
         await first.twice([1] * 16)
         second = DiskRig(tmp_path)
@@ -648,38 +649,9 @@ async def test_closing_waits_no_longer_than_asked_for_a_disk_that_does_not_answe
     assert rig.disk.state == "closed"
 
 
-# ---------------------------------------------------------------- without tensors
-
-
-async def test_a_cache_without_tensors_writes_and_loads_in_the_call(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path, has_tensors=False)
-
-    rig.request([1] * 16)
-    assert rig.cache.total_size() == 0
-    rig.request([1] * 16)
-    assert rig.cache.total_size() == 16
-    rig.core.evict(10**6)
-    assert await rig.load([1] * 16) == (16, None)
-    rig.core.reset()
-    assert rig.disk.deletions.future() is None and rig.cache.match(RadixKey([1] * 16)).prefix_len == 0
-    rig.request([1] * 16)
-    assert rig.cache.match(RadixKey([1] * 16)).prefix_len == 0, "the uses before are forgotten"
-    assert not os.listdir(tmp_path)
-    rig.check()
-
-
-async def test_a_cache_without_tensors_writes_all_that_it_evicts(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path, has_tensors=False, admit="all")
-    rig.request([1] * 16)
-    rig.core.evict(10**6)
-
-    assert await rig.load([1] * 16) == (16, None)
-    rig.check()
-
-
 def test_the_format_of_records_does_not_depend_on_the_sizes_of_tiers(tmp_path: Path) -> None:
     layouts: list[Any] = [
-        DiskRig(tmp_path, num_pages=pages, disk_pages=2 * pages).disk._index_layout for pages in (8, 64)
+        DiskRig(tmp_path, num_pages=pages, disk_pages=2 * pages).disk.files.index_layout for pages in (8, 64)
     ]
 
     assert layouts[0] == layouts[1]

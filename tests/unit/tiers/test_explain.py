@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import pytest
 from support.caches.small_kv_cache import NO_IDS, key, publish
+from support.tiers.settled_tiers import NO_SPARE, tensors, tiers_settled, whole_host
+from support.tiers.two_tiers import Moves
 from support.traffic import eviction_order
 
 from raydix.actors import LocalPrefixCache
 from raydix.cache_core import KVCache
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.tier import Tier
-from raydix.schemas import CacheConfig, EvictionConfig, ExplainResponse, HostConfig, PoolConfig
+from raydix.schemas import CacheConfig, ExplainResponse
 
 
 def tiers(device: int = 24, host: int = 100, kind: str = "radix") -> tuple[KVCache, Moves]:
     """Return two tiers of pages of 2, and the upper one's cache."""
     upper, lower = (eviction_order.make(pages, "lru", kind) for pages in (device, host))
     moves = Moves(Tier("device", "GPU", upper), Tier("host", "CPU", lower))
-    moves.batch_pages = 100
+    moves.writes.batch_pages = 100
     return upper, moves
 
 
 def write(moves: Moves) -> None:
     """Write all that the lower tier lacks, in one plan."""
-    for move in moves.plan_demotion(moves.upper.cache.num_slots).moves:
-        moves.finish(move, move.num_pages)
+    for move in moves.writes.prepare(moves.upper.cache.num_slots).moves:
+        moves.complete(move, move.num_pages)
 
 
 def was_dropped(cache: KVCache, *ids: int) -> bool:
@@ -38,7 +39,7 @@ def was_dropped(cache: KVCache, *ids: int) -> bool:
 
 def test_what_was_evicted_before_it_was_written_was_dropped() -> None:
     cache, moves = tiers()
-    cache.watch_victims(moves.count_dropped)
+    cache.watch_victims(moves.writes.count_dropped)
     publish(cache, 1, 2, 3, 4)
     write(moves)
     publish(cache, 5, 6, 7, 8)
@@ -47,12 +48,12 @@ def test_what_was_evicted_before_it_was_written_was_dropped() -> None:
 
     assert not was_dropped(cache, 1, 2, 3, 4)
     assert was_dropped(cache, 5, 6, 7, 8)
-    assert moves.counts.dropped == 4
+    assert moves.writes.counts.dropped == 4
 
 
 def test_the_record_is_that_of_the_last_eviction() -> None:
     cache, moves = tiers()
-    cache.watch_victims(moves.count_dropped)
+    cache.watch_victims(moves.writes.count_dropped)
     publish(cache, 1, 2, 3, 4)
     cache.evict(4)
     assert was_dropped(cache, 1, 2, 3, 4)
@@ -66,15 +67,15 @@ def test_the_record_is_that_of_the_last_eviction() -> None:
 
 def test_a_part_that_was_not_written_was_dropped() -> None:
     cache, moves = tiers()
-    cache.watch_victims(moves.count_dropped)
+    cache.watch_victims(moves.writes.count_dropped)
     publish(cache, 1, 2, 3, 4, 5, 6)
-    (move,) = moves.plan_demotion(cache.num_slots).moves
-    moves.finish(move, 1)
+    (move,) = moves.writes.prepare(cache.num_slots).moves
+    moves.complete(move, 1)
 
     cache.evict(6)
 
     assert was_dropped(cache, 1, 2, 3, 4)
-    assert moves.counts.dropped == 4
+    assert moves.writes.counts.dropped == 4
 
 
 def test_a_write_without_room_drops_the_node_that_is_evicted() -> None:
@@ -86,21 +87,21 @@ def test_a_write_without_room_drops_the_node_that_is_evicted() -> None:
     cache.evict(4)
 
     assert was_dropped(cache, 1, 2, 3, 4)
-    assert (moves.counts.dropped, moves.counts.writes_refused) == (4, 1)
+    assert (moves.writes.counts.dropped, moves.writes.counts.writes_refused) == (4, 1)
 
 
 def test_a_node_below_the_last_state_is_of_no_use_and_so_not_dropped() -> None:
     cache, moves = tiers(kind="mamba")
-    cache.watch_victims(moves.count_dropped)
+    cache.watch_victims(moves.writes.count_dropped)
     for prompt, publish_state in (((1, 2), True), ((1, 2, 3, 4), False)):
         cache.acquire("l", "s", key(*prompt))
         cache.insert("l", "s", len(prompt), NO_IDS, publish_state=publish_state)
         cache.release("l", "s")
 
     cache.evict(2)
-    assert (was_dropped(cache, 1, 2, 3, 4), moves.counts.dropped) == (False, 0)
+    assert (was_dropped(cache, 1, 2, 3, 4), moves.writes.counts.dropped) == (False, 0)
     cache.evict(2)
-    assert (was_dropped(cache, 1, 2), moves.counts.dropped) == (True, 2)
+    assert (was_dropped(cache, 1, 2), moves.writes.counts.dropped) == (True, 2)
 
 
 def serve_state(cache: KVCache, *ids: int, publish_state: bool = True) -> None:
@@ -128,19 +129,19 @@ def test_a_state_that_leaves_unwritten_counts_the_kv_behind_the_last_end_that_st
     if not is_leaf:
         serve_state(cache, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, publish_state=False)
     serve_state(cache, 1, 2, publish_state=False)  # the state at 8 is used less recently
-    cache.watch_victims(moves.count_dropped)
+    cache.watch_victims(moves.writes.count_dropped)
 
     cache.evict_states(1)
 
     assert moves.upper.longest_prefix(key(1, 2, 3, 4, 5, 6, 7, 8)) == 2
-    assert moves.counts.dropped == num_dropped
+    assert moves.writes.counts.dropped == num_dropped
     cache.evict(100)
-    assert moves.counts.dropped == num_dropped + (0 if written == (1, 2) else 2), "the state at 2 leaves, too"
+    assert moves.writes.counts.dropped == num_dropped + (0 if written == (1, 2) else 2), "the state at 2 leaves, too"
 
 
 def test_notes_of_dropped_nodes_do_not_outlive_their_eviction() -> None:
     cache, moves = tiers(device=200, kind="mamba")
-    cache.watch_victims(moves.count_dropped)
+    cache.watch_victims(moves.writes.count_dropped)
     for number in range(40):
         cache.acquire("l", "s", key(number, 0))
         cache.insert("l", "s", 2, NO_IDS, publish_state=True)
@@ -149,7 +150,7 @@ def test_notes_of_dropped_nodes_do_not_outlive_their_eviction() -> None:
         cache.evict(1)
 
     assert not cache.pools.history._dropped
-    assert moves.counts.dropped > 0
+    assert moves.writes.counts.dropped > 0
 
 
 # ---------------------------------------------------------------- the answer of a cache
@@ -158,14 +159,15 @@ def test_notes_of_dropped_nodes_do_not_outlive_their_eviction() -> None:
 async def test_explain_says_how_much_more_is_on_the_host() -> None:
     config = CacheConfig(
         page_size=4,
-        pool=PoolConfig(num_slots=64, device="cpu"),
-        eviction=EvictionConfig(high_watermark=1.0),
-        host=HostConfig(num_slots=256),
+        pool=tensors(64),
+        eviction=NO_SPARE,
+        host=whole_host(256),
     )
     prompt = [*range(32), 1]
     async with LocalPrefixCache(config) as cache:
         for served in (prompt[:8], prompt):
             await (await cache.acquire(served)).insert(served, release=True)
+        await tiers_settled(cache)
         await cache.evict(24)
 
         found, longer = await cache.explain(prompt), await cache.explain([*prompt, *range(100)])
@@ -182,15 +184,16 @@ async def test_explain_says_that_kv_was_dropped_if_the_host_lacks_some_of_it(big
     config = CacheConfig(
         page_size=4,
         bigram=bigram,
-        pool=PoolConfig(num_slots=64, device="cpu"),
-        eviction=EvictionConfig(high_watermark=1.0),
-        host=HostConfig(num_slots=16),
+        pool=tensors(64),
+        eviction=NO_SPARE,
+        host=whole_host(16),
     )
     prompt = list(range(num_tokens))
     async with LocalPrefixCache(config) as cache:
-        assert cache.service.tiers is not None
+        assert cache.service.host is not None
+        cache.service.host.writes.batch_pages = 2
         await (await cache.acquire(prompt)).insert(prompt, release=True)
-        cache.service.tiers.moves.batch_pages = 2
+        await tiers_settled(cache)
         await cache.evict(32)
         found, head = await cache.explain(prompt), await cache.explain(prompt[: 16 + bigram])
 

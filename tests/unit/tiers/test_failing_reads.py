@@ -10,6 +10,7 @@ from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
 
 from raydix.actors.service.findings import disk_finding
 from raydix.cache_core import RadixKey
+from raydix.cache_core.tiers.look_up import LookUp
 
 PROMPT, OTHER = [1] * 24, [2] * 16
 LINE = "reads of the disk fail"
@@ -112,9 +113,9 @@ async def test_records_of_a_retired_namespace_are_counted_and_forgotten(tmp_path
         file.write_bytes(bytes(file.stat().st_size))
         lease = rig.core.acquire("l", "s", RadixKey(PROMPT)) if rig.core.evict(10**6) else None
         assert lease is not None
-        assert rig.disk.loads.load(lease, None, 60) is not None
+        assert rig.disk.loads.load(lease, LookUp(lease.key), 60) is not None
         rig.retire("new", None)
-        await rig.wait(lambda: not rig.disk.all_moves[0].in_flight)
+        await rig.wait(lambda: not rig.disk.loads.moves.in_flight)
         assert rig.disk.stats().damaged_records > 0 and rig.disk.state == "ready"
         assert not rig.disk.readers._lost and not rig.disk.readers._unread
         await rig.settle()

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from raydix.actors.tiers.copier import Copied
+from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.cache_core.tiers.move import Move
 
@@ -27,7 +27,7 @@ def move(pages: range, is_load: bool = False, num_windows: int = 0, states: tupl
 
 
 def results(batch: MoveBatch, num_pages: int, end: Any = "cancelled") -> list[tuple[int, bool]]:
-    return [(pages, is_whole) for _, pages, is_whole in batch.results(Copied(num_pages, end))]
+    return [(pages, is_whole) for _, pages, is_whole in batch.results(Ended(num_pages, end))]
 
 
 def test_a_batch_joins_its_moves_in_order() -> None:

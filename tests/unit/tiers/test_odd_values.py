@@ -60,8 +60,8 @@ async def check_use(rig: DiskRig) -> None:
 
 
 def bad_rows(rig: DiskRig) -> int:
-    assert rig.disk._store is not None
-    return rig.disk._store.num_bad_rows
+    assert rig.disk.files.store is not None
+    return rig.disk.files.store.num_bad_rows
 
 
 async def check_value(path: Path, table: str, column: str, value: str) -> None:
@@ -150,8 +150,8 @@ def test_a_table_that_is_not_there_is_damage(tmp_path: Path) -> None:
 
 
 def num_rows(rig: DiskRig) -> int:
-    assert rig.disk._store is not None
-    (found,) = rig.disk._store.index._db.execute("SELECT count(*) FROM rows").fetchone()
+    assert rig.disk.files.store is not None
+    (found,) = rig.disk.files.store.index._db.execute("SELECT count(*) FROM rows").fetchone()
     return int(found)
 
 

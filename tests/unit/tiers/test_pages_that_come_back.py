@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raydix.actors.observe.trace import BLOCK, TracedRequest
+from raydix.actors.replay.instant_tiers import TierConfigs
 from raydix.actors.replay.trace_replay import Replay, index_config, replay
 from raydix.schemas import HostConfig
 
@@ -21,7 +22,7 @@ async def replayed(pool: int, policy: str, host: int, host_policy: str) -> Repla
         for number, page in enumerate(pages)
     ]
     tier = HostConfig.model_validate({"num_slots": host * BLOCK, "policy": host_policy})
-    return await replay(trace, index_config(pool * BLOCK, policy=policy, host=tier))
+    return await replay(trace, index_config(pool * BLOCK, policy=policy), TierConfigs(tier))
 
 
 @pytest.mark.parametrize(("policy", "num_loads"), [("2q", 1), ("lru", 2)])
@@ -29,8 +30,7 @@ async def test_a_loaded_page_comes_back_to_the_pool(policy: str, num_loads: int)
     done = await replayed(8, policy, 64, "lru")
 
     assert (done.reused[[13, 26]] == BLOCK).all()
-    assert done.stats.host is not None
-    assert done.stats.host.tokens_loaded == num_loads * BLOCK, "then the pool protects it"
+    assert done.moved["host"].loaded == num_loads * BLOCK, "then the pool protects it"
 
 
 @pytest.mark.parametrize(("policy", "is_there"), [("2q", True), ("lru", False)])

@@ -1,4 +1,4 @@
-"""`TierManager` in its service: requests that wait for copies which are slow, fail, or end in any order."""
+"""`HostTier` in its service: requests that wait for copies which are slow, fail, or end in any order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from support.tiers.tiered_service import TieredService, tiered_config
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.tiers.copier import CopyCounts, End
-from raydix.actors.tiers.tier_manager import Progress
+from raydix.actors.tiers.copier import CopyCounts
+from raydix.actors.tiers.host_tier import Progress
+from raydix.actors.tiers.job_threads import End
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.schemas import (
@@ -123,7 +124,7 @@ async def test_a_load_that_ends_early_gives_the_shorter_prefix(end: End, num_pag
 
     lease = await loaded(cache, waiting, A)
     assert (lease.prefix_len, lease.loaded_len) == (num_pages, num_pages)
-    assert cache.tiers.moves.counts.failed == 8 - num_pages
+    assert cache.tiers.loads.moves.counts.failed == 8 - num_pages
     cache.compute(cache.record(lease.lease_id), A)
     cache.release(lease.lease_id)
     await cache.close()
@@ -185,7 +186,7 @@ async def test_a_client_that_is_gone_loses_its_lease_and_others_have_the_pages()
     cache.copier.finish(cache.loads[0])
 
     assert (await loaded(cache, second, A)).prefix_len == 8
-    assert cache.tiers.moves.counts.loaded_unused == 8
+    assert cache.tiers.loads.moves.counts.loaded_unused == 8
     assert cache.service.stats().private_slots == 0
     await cache.close()
 
@@ -275,7 +276,7 @@ async def test_one_prompt_for_many_is_loaded_once() -> None:
         lease = await loaded(cache, ticket, A)
         assert lease.prefix_len == 8
         cache.release(lease.lease_id)
-    assert cache.tiers.moves.counts.loaded == 8
+    assert cache.tiers.loads.moves.counts.loaded == 8
     await cache.close()
 
 
@@ -444,7 +445,7 @@ async def test_the_offer_of_a_lock_begins_when_it_is_handed_out() -> None:
 def full_and_writing(**config: Any) -> TieredService:
     """All 16 slots are cached, and the first 4 prompts of 4 tokens are being written."""
     cache = scene(host={"reserve": 0.9}, **config)
-    cache.tiers.moves.batch_pages = 8
+    cache.tiers.writes.batch_pages = 8
     for first in (10, 20, 30, 40):
         cache.publish(range(first, first + 4))
     cache.tiers.write_ahead()
@@ -461,7 +462,7 @@ async def test_a_request_short_of_slots_ends_writes_that_are_not_being_copied() 
     assert isinstance(lease, LeaseResponse) and not cache.writes
     cache.copier.deliver()
     cache.tiers.check_invariants()
-    assert cache.tiers.moves.counts.dropped == 8
+    assert cache.tiers.writes.counts.dropped == 8
     await cache.close()
 
 
@@ -479,7 +480,7 @@ async def test_a_request_short_of_slots_waits_for_one_chunk_alone() -> None:
 
     lease = await loaded(cache, waiting, A)
     assert lease.num_slots == 16
-    assert cache.tiers.moves.counts.written == 1, "what was copied is kept"
+    assert cache.tiers.writes.counts.written == 1, "what was copied is kept"
     cache.copier.deliver()
     await cache.close()
 
@@ -500,7 +501,7 @@ async def test_who_does_not_wait_for_room_is_refused_behind_the_chunk() -> None:
 
 async def test_a_growing_lease_ends_writes_too() -> None:
     cache = scene(host={"reserve": 0.9})
-    cache.tiers.moves.batch_pages = 8
+    cache.tiers.writes.batch_pages = 8
     cache.publish(range(10, 18))
     lease = cache.acquire(A)
     cache.tiers.write_ahead()
@@ -517,7 +518,7 @@ async def test_a_growing_lease_ends_writes_too() -> None:
 
 async def test_a_state_to_publish_ends_writes_too() -> None:
     cache = scene(device_pages=24, num_states=3, host={"reserve": 0.9})
-    cache.tiers.moves.batch_pages = 8
+    cache.tiers.writes.batch_pages = 8
     for tokens in (A, B):
         cache.publish(tokens)
     lease = cache.acquire(C)
@@ -568,22 +569,22 @@ async def test_a_copy_in_flight_is_no_deadlock() -> None:
 @pytest.mark.parametrize("end", ["cancelled", "failed", "closed"])
 async def test_a_write_that_ends_early_is_written_later(end: End) -> None:
     cache = scene(host={"reserve": 0.9})
-    cache.tiers.moves.batch_pages = 8
+    cache.tiers.writes.batch_pages = 8
     for tokens in (A, B):
         cache.publish(tokens)
     cache.tiers.write_ahead()
 
     cache.copier.finish(cache.writes[0], end, 3)
-    assert cache.tiers.moves.lower.cache.total_size() == 3
+    assert cache.tiers.tier.cache.total_size() == 3
     cache.write_all()
 
-    assert cache.tiers.moves.lower.cache.total_size() == 16
+    assert cache.tiers.tier.cache.total_size() == 16
     await cache.close()
 
 
 async def test_a_write_that_always_fails_is_not_tried_again_and_again() -> None:
     cache = scene(host={"reserve": 0.9})
-    cache.tiers.moves.batch_pages = 8
+    cache.tiers.writes.batch_pages = 8
     cache.publish(A)
     cache.publish(B)
 
@@ -608,7 +609,7 @@ async def test_what_the_task_evicts_has_been_written() -> None:
             cache.copier.finish(copy)
 
     assert cache.service.core.free_slots == 16
-    assert cache.tiers.moves.counts.dropped == 0
+    assert cache.tiers.writes.counts.dropped == 0
     await cache.close()
 
 
@@ -621,14 +622,14 @@ async def test_an_idle_pool_has_its_coldest_part_on_the_host_and_the_task_sleeps
             cache.publish([1000 * number + token for token in range(turn)])
     assert cache.service.core.free_slots == 64
 
-    await wait_for(lambda: tiers.moves.lower.cache.total_size() >= 64)
+    await wait_for(lambda: tiers.tier.cache.total_size() >= 64)
     rounds = [0]
     await wait_for(lambda: rounds.append(stats().eviction_task.rounds) or rounds[-2] == rounds[-1])
 
     tiers.check_invariants()
     assert stats().tokens_evicted == 0, "it writes without an eviction"
     cache.service.core.evict(64)
-    assert tiers.moves.counts.dropped == 0, "the coldest tenth was on the host"
+    assert tiers.writes.counts.dropped == 0, "the coldest tenth was on the host"
     await cache.close()
 
 
@@ -641,7 +642,7 @@ async def test_a_full_host_evicts_nothing_from_the_pool() -> None:
     cache.service.eviction_task.wake()
     await cache.turn(20)
 
-    assert cache.tiers.moves.lower.cache.free_slots == 16
+    assert cache.tiers.tier.cache.free_slots == 16
     assert cache.service.core.total_size() == 17
     await cache.close()
 
@@ -768,7 +769,7 @@ async def test_a_loop_that_ends_in_the_middle_of_moves_ends_them() -> None:
     cache = full_and_writing(device_pages=16)
     await cache.service.eviction_task.stop()  # it ends with its loop, which goes on here
     cache.service.change_loop()
-    assert not cache.tiers.moves.in_flight and not len(cache.service.core.leases)
+    assert not cache.in_flight and not len(cache.service.core.leases)
 
     cache.open()
     cache.service.core.evict(100)
@@ -778,7 +779,7 @@ async def test_a_loop_that_ends_in_the_middle_of_moves_ends_them() -> None:
     cache.copier.current = cache.loads[0]
     await cache.service.eviction_task.stop()
     cache.service.change_loop()
-    assert not cache.tiers.moves.in_flight and not len(cache.service.core.leases)
+    assert not cache.in_flight and not len(cache.service.core.leases)
 
     cache.open()
     assert isinstance(cache.acquire(A), LeaseResponse | WaitingResponse)
@@ -828,7 +829,7 @@ async def test_a_tier_that_is_not_there_is_refused_by_name() -> None:
 
 async def test_a_growth_is_given_up_with_the_insert_that_ends_its_lease() -> None:
     cache = scene(host={"reserve": 0.9})
-    cache.tiers.moves.batch_pages = 8
+    cache.tiers.writes.batch_pages = 8
     cache.publish(range(10, 18))
     lease = cache.acquire(A)
     cache.compute(cache.record(lease.lease_id), A)

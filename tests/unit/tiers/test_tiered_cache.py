@@ -33,8 +33,8 @@ def test_with_a_large_lower_tier_each_request_finds_as_much_as_in_one_large_pool
             tiers.evict_states(2)
         tiers.moves.check_invariants()
 
-    counts = tiers.moves.counts
-    assert counts.loaded > 0 and counts.dropped == counts.writes_refused == 0
+    counts = tiers.moves.writes.counts
+    assert tiers.moves.loads.counts.loaded > 0 and counts.dropped == counts.writes_refused == 0
     for name in ("acquires", "hits", "tokens_requested", "tokens_reused"):
         assert getattr(tiers.counters, name) == getattr(large.counters, name)
 
@@ -86,7 +86,7 @@ def test_a_retry_gets_its_lease_and_loads_nothing_more() -> None:
     lease = tiers.acquire("l", "s", key(1, 2, 3, 4), max_prefix_len=2)
 
     assert lease.prefix_len == 2 and tiers.acquire("l", "s", key(1, 2, 3, 4)) is lease
-    assert tiers.moves.counts.loaded == 2
+    assert tiers.moves.loads.counts.loaded == 2
 
 
 @pytest.mark.parametrize("kind", ["radix", "window", "mamba"])
@@ -129,4 +129,4 @@ def test_any_size_of_the_lower_tier_keeps_the_rules_of_both(kind: str, host_page
         if rng.random() < 0.05:
             rng.choice((tiers.reset, host.reset))()
         tiers.moves.check_invariants()
-    assert tiers.moves.counts.written > 0
+    assert tiers.moves.writes.counts.written > 0

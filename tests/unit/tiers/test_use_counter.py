@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from support.caches.small_kv_cache import NO_IDS
+from support.tiers.two_tiers import Moves
 
 from raydix.cache_core import KVCache, RadixCache, RadixKey, TokenToKVPoolAllocator
-from raydix.cache_core.tiers.moves import Moves
 from raydix.cache_core.tiers.second_use import SecondUse
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tiers.use_counter import UseCounter
@@ -136,14 +136,14 @@ def test_the_pages_of_a_load_are_hits_of_its_request_and_a_load_for_none_uses_no
     disk.insert("d", "s", 4, NO_IDS)
     disk.release("d", "s")
 
-    prefetch = moves.plan_prefetch(RadixKey([1, 2]))
+    prefetch = moves.prefetch(RadixKey([1, 2]))
     assert prefetch is not None
-    moves.finish(prefetch, 1)
+    moves.complete(prefetch, 1)
     assert uses.counter.num_uses == 0
     lease = uses.cache.acquire("a", "s", RadixKey([1, 2, 3, 4, 5, 6]))
-    load = moves.plan_load(lease)
+    load = moves.prepare_load(lease)
     assert load is not None
-    moves.finish(load, 1)
+    moves.complete(load, 1)
     assert uses.counter.num_uses == 0
     uses.cache.insert("a", "s", 6, NO_IDS)
     assert uses.counter.num_uses == 1, "the request has computed one page"
@@ -159,10 +159,10 @@ def test_a_request_whose_load_is_given_up_has_used_nothing_yet() -> None:
     disk.acquire("d", "s", RadixKey([1, 2, 3, 4]))
     disk.insert("d", "s", 4, NO_IDS)
     disk.release("d", "s")
-    load = moves.plan_load(uses.cache.acquire("a", "s", RadixKey([1, 2, 3, 4])))
+    load = moves.prepare_load(uses.cache.acquire("a", "s", RadixKey([1, 2, 3, 4])))
     assert load is not None
 
-    moves.give_up(load)
-    moves.finish(load, 2)
+    moves.loads.abandon(load)
+    moves.complete(load, 2)
 
     assert uses.counter.num_uses == 0

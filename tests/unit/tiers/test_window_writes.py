@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import pytest
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.tiers.tier_manager import Progress
+from raydix.actors.tiers.host_tier import Progress
 from raydix.cache_core.tiers.tier import Tier
 from raydix.schemas import CacheConfig, HostConfig, PoolConfig
 
@@ -30,16 +30,16 @@ def prompt(number: int, num_tokens: int = 512) -> list[int]:
 
 
 def host_of(cache: LocalPrefixCache) -> Tier:
-    assert cache.service.tiers is not None
-    return cache.service.tiers.moves.lower
+    assert cache.service.host is not None
+    return cache.service.host.tier
 
 
 async def settle(cache: LocalPrefixCache) -> None:
     """Wait until all that the reserve asks for is written."""
-    tiers = cache.service.tiers
+    tiers = cache.service.host
     assert tiers is not None
     async with asyncio.timeout(60):
-        while tiers.state != "ready" or tiers.has_writes or tiers.write_ahead() is not Progress.AHEAD:  # noqa: ASYNC110
+        while tiers.state != "ready" or tiers.locks_pool or tiers.write_ahead() is not Progress.AHEAD:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
