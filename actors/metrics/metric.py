@@ -103,8 +103,10 @@ class Part(NamedTuple):
         def samples(stats: CacheStats) -> Iterator[Sample]:
             part = getattr(stats, self.place) if self.place else stats
             found = None if part is None else read(part)
-            if found is not None:
-                yield from found if labels else [((), float(found))]
+            if labels:
+                yield from found or ()
+            elif found is not None:
+                yield (), float(found)
 
         end = "_total" if kind == "counter" else ""
         return Metric(f"raydix_{self.prefix}{name}{end}", kind, meaning, samples, labels)
