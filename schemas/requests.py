@@ -68,7 +68,6 @@ TierName = Annotated[
 ]
 DEVICE: TierName = "device"
 HOST: TierName = "host"
-DISK: TierName = "disk"
 
 
 class OpenSession(PydanticMessage):

@@ -212,7 +212,7 @@ class CacheService:
         if host.high_watermark < 1.0:
             gauges.append(host_gauge(host, cache))
         may_begin = lambda: not (self._draining or self.wait_queue.waiting)  # noqa: E731
-        return HostTier(self.config, device, cache, pool, self.epoch, self._after_moves, may_begin)
+        return HostTier(self.config, device, cache, pool, self.epoch, self._after_writes, self._after_load, may_begin)
 
     def _make_disk(
         self, device: Tier, pool: KVPool | RecordPool, name: str, opened: DiskStore | FolderInUse | None
@@ -242,7 +242,8 @@ class CacheService:
             sources,
             cache,
             self.bindings.models_of,
-            self._after_moves,
+            self._after_writes,
+            self._after_load,
             opened=opened,
             clock=self.clock,
         )
@@ -255,13 +256,22 @@ class CacheService:
     def _on_pressure(self) -> None:
         self.eviction_task.note_pressure()
 
-    def _after_moves(self) -> None:
-        """Serve the queue after moves between tiers have ended, and have more written."""
+    def _after_writes(self) -> None:
+        """Serve the queue after writes to a tier have ended, and have more written."""
         if self.turns is not None:
             self.turns.note_progress()
         if not self._closed:
             self.eviction_task.wake()
             self._serve_queue()
+
+    def _after_load(self) -> None:
+        """Serve the queue after a load has ended. It frees slots, or lets them be evicted, if it was given up."""
+        if self.turns is not None:
+            self.turns.note_progress()
+        if not self._closed:
+            self.eviction_task.wake_if_pressed()
+            if self.wait_queue.waiting:
+                self._serve_queue()
 
     def _has_work(self) -> bool:
         """Return whether work waits for turns of the loop: evictions, or moves between tiers. Cheap."""

@@ -149,6 +149,11 @@ class EvictionTask:
         if not self.enabled:
             self._start()
 
+    def wake_if_pressed(self) -> None:
+        """Evict soon if a pool is below its floor: more may be evictable than before."""
+        if any(gauge.is_pressed() for gauge in self._gauges):
+            self.wake()
+
     def note_pressure(self) -> None:
         """Wake the task, because slots run short.
 

@@ -65,7 +65,7 @@ class DiskTier:
         cache: of the disk, empty; as `build_disk_cache` returns it.
         models_of: returns the models that compute the KV of a namespace now: the fingerprints of the base and of the
             adapter, and the label of the weights; None: none are bound.
-        on_change: called on the loop when loads or writes have ended.
+        on_change, on_load: called on the loop when writes, or a load, have ended.
         opened: of the disk, as `open_disk` returned it; None: `start` opens it.
         calls: of the operating system.
         clock: seconds.
@@ -93,6 +93,7 @@ class DiskTier:
         cache: KVCache,
         models_of: Callable[[str | None], Models | None],
         on_change: Callable[[], object],
+        on_load: Callable[[], object],
         calls: FileCalls | None = None,
         clock: Callable[[], float] = monotonic,
         opened: DiskStore | FolderInUse | None = None,
@@ -160,6 +161,7 @@ class DiskTier:
             lambda: self.opening.state == READY and not self.files.is_closed,
             lambda: self.may_begin(),
             on_change,
+            on_load,
             clock,
         )
         self.writes.on_end = self.work.end_write

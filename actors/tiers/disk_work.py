@@ -39,7 +39,7 @@ class DiskWork:
         bindings, writes, loads: of the tier.
         is_ready: returns whether the disk is ready.
         may_begin: returns whether writes may begin, as no request needs the slots.
-        on_change: called when loads or writes have ended.
+        on_change, on_load: called when writes, or rows or spaces that were deleted, or when a load has ended.
         clock: seconds.
 
     Attributes:
@@ -61,6 +61,7 @@ class DiskWork:
         is_ready: Callable[[], bool],
         may_begin: Callable[[], bool],
         on_change: Callable[[], object],
+        on_load: Callable[[], object],
         clock: Callable[[], float],
     ) -> None:
         self.is_scheduled = False
@@ -76,6 +77,7 @@ class DiskWork:
         self._is_ready = is_ready
         self._may_begin = may_begin
         self._on_change = on_change
+        self._on_load = on_load
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
 
@@ -113,8 +115,11 @@ class DiskWork:
         if Why.FREE in why and self.records.evict():
             more |= Why.FREE
         self.leaving.delete(writer)
-        if why & (Why.BEGIN | Why.DUE) and self._may_begin():
-            more |= self._begin(writer)
+        if why & (Why.BEGIN | Why.DUE):
+            if self._may_begin():
+                more |= self._begin(writer)
+            else:
+                self._why |= Why.DUE
         if more:
             self.wake(more)
 
@@ -145,7 +150,7 @@ class DiskWork:
         why = Why.BEGIN if Why.DUE in self._why else NOTHING
         why |= Why.FREE if self.records.is_short else NOTHING
         self.wake(why | (Why.DELETE if self.records.num_leaving else NOTHING))
-        self._on_change()
+        self._on_load()
 
     def end_write(self, error: Exception | None) -> None:
         """Go on after a write."""

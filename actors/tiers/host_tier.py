@@ -46,7 +46,8 @@ class HostTier:
         cache: of the tier, empty; as `build_host_cache` returns it.
         pool: the tensors of the device.
         name: name of the tier's memory, such as the cache's epoch.
-        on_change: called on the loop when moves have ended, or the tier's memory is ready: slots may have become free.
+        on_change, on_load: called on the loop when writes have ended or the tier's memory is ready, or when a load has
+            ended: slots may have become free.
         may_begin: returns whether writes and prefetches may begin, as no request needs the slots.
     """
 
@@ -58,6 +59,7 @@ class HostTier:
         pool: KVPool | RecordPool,
         name: str,
         on_change: Callable[[], object],
+        on_load: Callable[[], object],
         may_begin: Callable[[], bool],
     ) -> None:
         assert config.host is not None, "the configuration has no host tier"
@@ -88,7 +90,7 @@ class HostTier:
         self._copies: PageCopies | None = None
         loads = Loads(self.tier, device)
         timeout_s = self.config.load_timeout_s
-        self.loads = TierLoads(loads, timeout_s, self._complete_load, on_change, self._is_ready, self._may_begin)
+        self.loads = TierLoads(loads, timeout_s, self._complete_load, on_load, self._is_ready, self._may_begin)
         upper.watch_victims(writes.count_dropped)
         self._memory = HostMemory(layout, name, pin=self.config.pin, on_change=self._memory_changed)
 

@@ -129,19 +129,6 @@ class PageRecords:
         rows = self._checked(starts, out, kind)
         self.copies(out, kind).save(rows, np.arange(len(rows)))
 
-    def scatter(self, starts: Starts, records: torch.Tensor, kind: Kind = "full") -> None:
-        """Copy records to pages of the pool.
-
-        Args:
-            starts: as in `gather`; different ones.
-            records: `[len(starts), num_bytes(kind)]` uint8, on any device.
-
-        Raises:
-            ValueError: a start is not the first slot of a page of the pool, or `records` has another shape.
-        """
-        rows = self._checked(starts, records, kind)
-        self.copies(records, kind).load(rows, np.arange(len(rows)))
-
     def copies(self, records: torch.Tensor, kind: Kind) -> RecordCopies:
         """Return the copies between pages of a kind and records, `[number, num_bytes(kind)]` uint8."""
         number = self._num_rows[kind]
@@ -279,11 +266,6 @@ class PageCopies:
             raise ValueError(f"lower must have records of the pool's sizes in bytes, {wanted}, not {found}")
         self._records: dict[Kind, torch.Tensor] = {"full": lower.pages, "swa": lower.windows, "state": lower.states}
         self._copies = {kind: self._upper.copies(self._records[kind], kind) for kind in KINDS if wanted[kind]}
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the pools are index-only: there is nothing to copy."""
-        return not self._copies
 
     def chunks(self, plan: CopyPlan, max_bytes: int = CHUNK_BYTES) -> list[Chunk]:
         """Return the parts in which a plan is copied: as many pages as `max_bytes` have room for, one at least."""

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from benchmarks import core_runs
 from benchmarks.core_runs import CoreRun
 from benchmarks.core_workloads import Workload
+from support.tiers.settled_disk import settled
 
 import raydix.cache_core
 from raydix.actors import LocalPrefixCache
+from raydix.actors.tiers.disk_work import DiskWork
 from raydix.cache_core.pool import page_allocator
-from raydix.schemas import CacheConfig, PoolConfig
+from raydix.cache_core.tiers.tier import Tier
+from raydix.schemas import CacheConfig, DiskConfig, PoolConfig
 
 PACKAGES = Path(raydix.cache_core.__file__).parents[1]
 OURS = tuple(
     f"{PACKAGES / name}/" for name in ("actors", "cache_core", "schemas")
 )  # only these packages of the repository
 CORE, ALLOCATOR = OURS[1], str(page_allocator.__file__)
+LAG = ("/loop_timer.py", "/loop_lag.py")
 PROMPT_LEN = 256
 
 
@@ -90,3 +97,59 @@ def _profiled(count: Callable[[Any, str, Any], None], work: Callable[[], object]
         work()
     finally:
         sys.setprofile(None)
+
+
+@dataclass
+class DiskLoad:
+    """What the loop's thread does for a load from the disk, from the acquire to the hand-out.
+
+    The timer that measures the loop's lag is left out.
+    """
+
+    calls: int = 0  # of this project's functions, resumed coroutines included
+    files: set[str] = field(default_factory=set)
+    look_ups: Counter[str] = field(default_factory=Counter)  # by tier
+    slices: int = 0  # of the disk's own work
+
+
+async def of_disk_load(path: Path) -> DiskLoad:
+    """Count a load of 64 tokens, in pages of 4, by an idle cache in this process."""
+    pool = PoolConfig(
+        num_slots=4096, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"
+    )  # fmt: skip
+    disk = DiskConfig(path=str(path), num_slots=8192, direct_io="off", write_mib_s=None)
+    config = CacheConfig(page_size=4, pool=pool, disk=disk, fingerprint="m")
+    found, prompts = DiskLoad(), [list(range(100 * number, 100 * number + 64)) for number in range(2)]
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(OURS) or code.co_filename.endswith(LAG):
+            return
+        found.calls += 1
+        found.files.add(str(Path(code.co_filename).relative_to(PACKAGES)))
+        if code is Tier.longest_prefix.__code__:
+            found.look_ups[frame.f_locals["self"].name] += 1
+        found.slices += code is DiskWork.run_slice.__code__
+
+    async with LocalPrefixCache(config) as cache:
+        for prompt in prompts * 2:
+            await (await cache.acquire(prompt)).insert(prompt, release=True)
+        await settled(cache)
+        await cache.evict(4096)
+        for prompt in prompts:  # the second one is counted
+            await asyncio.sleep(0.1)
+            found = DiskLoad()
+            sys.setprofile(count)
+            try:
+                lease = await cache.acquire(prompt)
+            finally:
+                sys.setprofile(None)
+            assert lease.loaded.disk == 64
+            await lease.release()
+    return found
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as folder:
+        load = asyncio.run(of_disk_load(Path(folder)))
+    print(json.dumps({**vars(load), "files": sorted(load.files)}))

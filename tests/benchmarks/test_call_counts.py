@@ -3,6 +3,12 @@ most."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from benchmarks.call_counts import of_core, of_service
 from benchmarks.core_workloads import WORKLOADS
@@ -30,3 +36,16 @@ async def test_each_verb_of_the_service_makes_no_more_calls_than_it_did() -> Non
     print("\nin process:", ", ".join(f"{verb} {calls:.1f}" for verb, calls in counts.items()))
     assert counts.keys() == MAX_SERVICE.keys()
     assert {verb: calls for verb, calls in counts.items() if calls > MAX_SERVICE[verb]} == {}
+
+
+def test_a_load_from_the_disk_makes_no_more_calls_than_it_did() -> None:
+    """On the interpreted core, in a process of its own; the files are those that the loop's thread passes."""
+    environ = os.environ | {"RAYDIX_PLAIN": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.call_counts"], env=environ, capture_output=True, check=True, timeout=300
+    )
+    load = json.loads(done.stdout)
+
+    print(f"\n{load['calls']} calls, {len(load['files'])} files:", *load["files"], sep="\n")
+    assert load["calls"] <= 400 and len(load["files"]) < 58
+    assert load["look_ups"] == {"disk": 1} and load["slices"] == 0

@@ -188,7 +188,7 @@ async def test_the_host_of_an_engine_is_the_least_of_its_ranks() -> None:
         assert row.uncached_tokens == 2 * STRIDE
         route = await fleet.route(prompt(1, 5))
         assert (route.cache, route.host_len, route.loading_tokens) == ("e", 3 * STRIDE, 3 * STRIDE)
-        assert {row.cache: row.host_pages for row in fleet.stats().caches} == {"e": 0, "f": 0}
+        assert {row.cache: row.host_pages for row in fleet.stats().caches} == {"e": 3, "f": 0}
 
 
 async def test_among_many_caches_the_prefixes_on_hosts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 from support.tiers.demotion import demote
 from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.gated_loads import PAGE
+from support.tiers.pool_pages import scatter
 from support.tiers.settled_disk import settled, tier_of
 
 from raydix.actors import Lease, Loaded, LocalPrefixCache, start_cache
@@ -94,7 +95,7 @@ async def compute(cache: LocalPrefixCache, prompt: list[int]) -> None:
     async with cache.acquire(prompt) as lease:
         num_pages, known = len(prompt) // PAGE, lease.prefix_len // PAGE
         starts = starts_of(cache, lease, num_pages)
-        records_of(cache).scatter(starts[known:], kv_of(prompt, num_pages)[known:])
+        scatter(records_of(cache), starts[known:], kv_of(prompt, num_pages)[known:])
         await lease.insert(prompt)
 
 

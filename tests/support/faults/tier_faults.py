@@ -26,6 +26,7 @@ from raydix.cache_core.leases.leased_cache import LeasedCache
 from raydix.cache_core.tiers.disk_spaces import DiskSpaces
 from raydix.cache_core.tiers.loads import Loads
 from raydix.cache_core.tiers.record_keeper import RecordKeeper
+from raydix.cache_core.tiers.tier import Source, Tier
 from raydix.cache_core.tiers.use_counter import UseCounter
 from raydix.cache_core.tiers.writes import Writes
 
@@ -88,6 +89,18 @@ def a_loaded_token_is_counted_twice(patch: Patch) -> None:
         original(self, lease, prefix_len)
 
     around(patch, KVCache, "hand_out", hand_out)
+
+
+@fault
+def a_source_is_that_of_an_earlier_look_up(patch: Patch) -> None:
+    kept: dict[Any, Source] = {}
+
+    def lock(original: Any, self: Tier, key: Any, limit: int) -> Source:
+        source: Source = original(self, key, limit)
+        before = kept.setdefault((self, key.extra_key, key[: source.stop].data), source)
+        return source._replace(starts=before.starts, windows=before.windows, state=before.state)
+
+    around(patch, Tier, "lock", lock)
 
 
 # ---------------------------------------------------------------- the disk

@@ -102,7 +102,7 @@ class DiskRig:
         options: dict[str, Any] = {} if clock is None else {"clock": clock}
         cache = build_disk_cache(config, config.disk_sizes())
         self.disk = DiskTier(
-            config, "kv-0", sources, cache, lambda name: self.models, lambda: None, calls, **options
+            config, "kv-0", sources, cache, lambda name: self.models, lambda: None, lambda: None, calls, **options
         )  # fmt: skip
         self._num_leases = 0
 

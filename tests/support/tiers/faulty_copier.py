@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+from support.tiers.pool_pages import scatter
 
 from raydix.actors.tiers.copier import Copy, CopyCounts
 from raydix.actors.tiers.disk_copies import DiskCopies
@@ -158,7 +159,7 @@ class FaultyCopier:
         record = torch.empty(1, records.num_bytes(), dtype=torch.uint8)
         records.gather(start, record)
         record[0, 0] ^= 1
-        records.scatter(start, record)
+        scatter(records, start, record)
 
     def cancel(self, copy: Copy) -> None:
         copy.is_cancelled = True

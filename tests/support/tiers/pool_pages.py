@@ -20,6 +20,11 @@ Layout = PoolLayout | RecordLayout
 Contents = dict[Kind, list[bytes]]  # the bytes of each record
 
 
+def scatter(records: PageRecords, starts: NDArray[np.int64], data: torch.Tensor, kind: Kind = "full") -> None:
+    """Copy records to pages."""
+    records.copies(data, kind).load(records.rows(starts, kind), np.arange(len(starts)))
+
+
 def layers(num_layers: int = 3, heads: int = 2, k: int = 4, v: int = 4, **more: object) -> PoolLayout:
     return PoolLayout(48, PAGE, num_layers, heads, k, v, torch.uint8, **more)  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ from support.tiers.pool_pages import (
     pool_below,
     random_plan,
     random_pool,
+    scatter,
 )
 
 from raydix.cache_core import KVPool
@@ -51,7 +52,7 @@ def test_gathered_records_scattered_to_another_pool_are_its_pages(name: str, dty
             out = torch.empty(count, records.num_bytes(kind), dtype=torch.uint8)
 
             records.gather(found * slots, out, kind)
-            others.scatter(to * slots, out, kind)
+            scatter(others, to * slots, out, kind)
 
             assert [bytes(record.numpy()) for record in out] == [contents(pool)[kind][page] for page in found]
             for page, target in zip(found, to, strict=True):
@@ -153,7 +154,7 @@ def test_wrong_pages_and_pools_are_refused() -> None:
                 with pytest.raises(ValueError, match="first slots of pages"):
                     copy(plan, 0, 1)
     with pytest.raises(ValueError, match=r"records must be \[2, 192\] uint8"):
-        records.scatter(np.asarray([4, 8]), out)
+        records.gather(np.asarray([4, 8]), out)
     with pytest.raises(ValueError, match="lower must have records of the pool's sizes"):
         PageCopies(pool, random_pool(LAYOUTS["opaque"]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_seq_len"):

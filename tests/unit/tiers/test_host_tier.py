@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiers.disk_service import DiskService
 from support.tiers.tiered_service import TieredService, tiered_config
 
 from raydix.actors import LocalPrefixCache
@@ -868,3 +869,24 @@ async def written(cache: LocalPrefixCache) -> int:
 
 def is_mapped(name: str) -> bool:
     return name in Path("/proc/self/maps").read_text()
+
+
+async def test_after_a_load_that_failed_the_next_tier_is_asked_for_the_rest(tmp_path: Path) -> None:
+    disk = {"path": str(tmp_path), "num_slots": 32}
+    cache = DiskService(tiered_config(host_pages=24, host={"reserve": 0.9}, disk=disk, fingerprint="m"))
+    await cache.settle()
+    for _ in range(2):
+        cache.publish(A)
+    await cache.settle()
+    cache.put_below(A)
+    await cache.settle()
+
+    ticket = cache.acquire(A)
+    (load,) = cache.loads
+    cache.copier.finish(load, "failed", 3)
+    lease = await cache.answer(ticket)
+
+    assert (lease.prefix_len, lease.loaded_len, lease.disk_loaded_len) == (8, 8, 5)
+    cache.check_prefix(cache.record(lease.lease_id), A)
+    cache.release(lease.lease_id)
+    await cache.kill()
