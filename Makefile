@@ -37,7 +37,7 @@ DIST_BUILD ?= build/dist
 
 .DEFAULT_GOAL := help
 .PHONY: help venv engines-venv demo test test-core test-asan test-more test-lowest test-long test-trace test-prometheus \
-	test-engines test-gpu coverage bench models docs lint dist clean
+	test-engines test-gpu coverage bench models metrics docs lint dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -159,6 +159,9 @@ bench: $(if $(filter disk-peers,$(ARGS)),$(ENGINES_STAMP),$(STAMP))  ## every me
 models: $(STAMP)  ## make examples/models.md again: how each model of the installed transformers is served; takes an hour
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m support.models.model_table > examples/models.md.new
 	mv examples/models.md.new examples/models.md
+
+metrics: $(STAMP)  ## make the dashboard that the package ships, and the tables of examples/metrics.md, again
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m support.shipped_metrics
 
 # Its variable hides a notice of mkdocs-material about MkDocs 2, which is no warning of the build.
 docs: $(DOCS)  ## the site of guides, names and commands, in site/; fails at a warning, such as a link that leads nowhere

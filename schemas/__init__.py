@@ -128,6 +128,7 @@ if TYPE_CHECKING:
         EvictionTaskStats,
         GhostStats,
         Histogram,
+        LowerTierStats,
         PoolStats,
         TenantStats,
         TierStats,
@@ -195,6 +196,7 @@ __all__ = [
     "LeaseOwner",
     "LeaseResponse",
     "LockRequest",
+    "LowerTierStats",
     "MatchRequest",
     "MatchResponse",
     "Message",
@@ -292,8 +294,8 @@ __getattr__ = lazy_names(
         ),
         "routing": "FleetCacheStats FleetStats ReplicaRouterStats RouteCandidate RouteConfig RouteExplanation",
         "segment": "Segment",
-        "stats": "CacheStats DiskPoolStats DiskTierStats EvictionTaskStats GhostStats Histogram PoolStats TenantStats "
-        "TierStats TooLarge",
+        "stats": "CacheStats DiskPoolStats DiskTierStats EvictionTaskStats GhostStats Histogram LowerTierStats "
+        "PoolStats TenantStats TierStats TooLarge",
         "tenants": "TenantConfig",
         "tokens": "TokenIds",
         "tree": "TreeBranch TreeRequest TreeResponse",

@@ -43,44 +43,61 @@ class PoolStats(PydanticMessage):
     evicted: int = Field(default=0, description="slots evicted for any cause, with their pages or alone")
 
 
-class TierStats(PydanticMessage):
-    """A tier below the pool: its slots, and the copies between it and the pool.
+class LowerTierStats(PydanticMessage):
+    """The fields of every tier below the pool: its slots, and the moves between it and the tiers above.
 
-    The slots keep the rule of the pool's: `free + private + tree + quarantined == num_slots`.
+    Counts are since the start of this life of the cache, also those of bytes. The slots keep the rule of the pool's:
+    `free + private + tree + quarantined == num_slots`.
     """
 
-    state: str = Field(
-        description='"ready"; "reserving": its memory is being reserved; "closed"; else why the tier is not there'
-    )
-    pinned: bool = Field(default=False, description="whether its memory is registered with CUDA")
-    policy: str = Field(description="which unlocked leaf is evicted first")
+    state: str = Field(description='"ready"; "closed"; or why nothing is written and loaded')
     slots: PoolStats
     swa: PoolStats | None = Field(default=None, description="its window slots, if there are any")
     states: PoolStats | None = Field(default=None, description="its recurrent states, if there are any")
-    tokens_written: int = Field(default=0, description="tokens that came from the pool")
+    tokens_written: int = Field(default=0, description="tokens that came from the tiers above")
     tokens_loaded: int = Field(
         default=0, description="of tokens_reused and resumed_tokens_reused, those that were loaded from here"
     )
     tokens_loaded_unused: int = Field(
         default=0, description="tokens that were loaded by a prefetch, or for a lease that ended meanwhile"
     )
-    tokens_dropped: int = Field(default=0, description="tokens evicted from the pool before they were written")
+    tokens_dropped: int = Field(
+        default=0,
+        description="tokens evicted from the tier above before they were written; 0 if pages are written at their "
+        "second use",
+    )
     tokens_failed: int = Field(
-        default=0, description="tokens that were to be copied and were not: a copy failed, was late, or was cancelled"
+        default=0,
+        description="tokens that were to be written or loaded and were not: a call failed, was late, or was cancelled",
     )
     writes_refused: int = Field(default=0, description="moves for which the tier had no room")
     states_not_published: int = Field(default=0, description="loaded states for which the pool had no second slot")
+    writes: dict[str, int] = Field(
+        default_factory=dict,
+        description="batches of writes by their end: whole or committed, cancelled, late, failed, closed",
+    )
+    moves_in_flight: int = Field(default=0, description="loads and writes that have not ended")
+    loaded_bytes: int = Field(default=0, description="bytes that were loaded")
+    load_s: float = Field(default=0.0, description="seconds of the copies of loads")
+    written_bytes: int = Field(default=0, description="bytes that were written, with the padding of records")
+    queued_bytes: int = Field(
+        default=0, description="bytes that are still to be copied: of loads, in host memory also of writes"
+    )
+
+
+class TierStats(LowerTierStats):
+    """The tier in host memory: its slots, and the copies between it and the pool.
+
+    While its memory is being reserved, its state is "reserving".
+    """
+
+    pinned: bool = Field(default=False, description="whether its memory is registered with CUDA")
+    policy: str = Field(description="which unlocked leaf is evicted first")
     loads: dict[str, int] = Field(
         default_factory=dict, description="loads by their end: whole, cancelled, late, failed, closed"
     )
-    writes: dict[str, int] = Field(default_factory=dict, description="batches of writes by their end, as loads")
-    moves_in_flight: int = 0
     loading_requests: int = Field(default=0, description="requests that wait for a load, or for the end of writes")
-    loaded_bytes: int = 0
-    load_s: float = Field(default=0.0, description="seconds of the copies of loads")
-    written_bytes: int = 0
     write_s: float = Field(default=0.0, description="seconds of the copies of writes")
-    queued_bytes: int = Field(default=0, description="bytes of loads and writes that are still to be copied")
     longest_chunk_ms: float = Field(default=0.0, description="the longest time of one call of a copy")
 
 
@@ -99,20 +116,17 @@ class DiskPoolStats(PoolStats):
     leaving_slots: int = Field(default=0, description="of evicted KV, until the deletion of their rows is committed")
 
 
-class DiskTierStats(PydanticMessage):
+class DiskTierStats(LowerTierStats):
     """A tier on a local disk: its slots, the prefixes that are written to it, and the loads from it.
 
-    Counts are since the start of this life of the cache, also those of bytes.
+    Its state is "ready"; "opening" and "reading" after a start; "stalled": it does not answer, and nothing is loaded
+    for 30 s; "locked by ...": another process has the folder; "failed: ..."; "closed".
     """
 
-    state: str = Field(
-        description='"ready"; "opening" and "reading": after a start; "stalled": it does not answer, and nothing is '
-        'loaded for 30 s; "locked by ...": another process has the folder; "failed: ..."; "closed"'
-    )
     admit: str = Field(description='"second_use": a page is written at its second use; "all": before it is dropped')
     slots: DiskPoolStats
-    swa: DiskPoolStats | None = Field(default=None, description="its window slots, if there are any")
-    states: DiskPoolStats | None = Field(default=None, description="its recurrent states, if there are any")
+    swa: DiskPoolStats | None = None
+    states: DiskPoolStats | None = None
     num_spaces: int = Field(default=0, description="namespaces with the models that computed their KV")
     unbound_namespaces: int = Field(
         default=0,
@@ -124,46 +138,22 @@ class DiskTierStats(PydanticMessage):
         default=0, description="uses of pages by requests, in whatever tier the pages lay; 0 with admit=all"
     )
     pages_refused: int = Field(default=0, description="of pages_used, the first uses: admit refused to write the page")
-    tokens_written: int = 0
-    tokens_loaded: int = Field(
-        default=0, description="of tokens_reused and resumed_tokens_reused, those that were loaded from here"
-    )
-    tokens_loaded_unused: int = Field(
-        default=0, description="tokens that were loaded by a prefetch, or for a lease that ended meanwhile"
-    )
-    tokens_dropped: int = Field(
-        default=0, description="tokens evicted from the tier above before they were written; 0 with admit=second_use"
-    )
-    tokens_failed: int = Field(
-        default=0,
-        description="tokens that were to be written or loaded and were not: a call failed, was late, or was cancelled",
-    )
-    writes_refused: int = Field(default=0, description="moves for which the disk had no free records")
-    states_not_published: int = Field(default=0, description="loaded states for which the pool had no second slot")
-    writes: dict[str, int] = Field(
-        default_factory=dict, description="batches of writes by their end: committed, failed"
-    )
     prefixes_dropped: dict[str, int] = Field(
         default_factory=dict,
         description="due prefixes that were not written, by cause. queue_full: too many wait; left_memory: they were "
         "evicted before their turn; no_room: the disk had no free records",
     )
     last_error: str | None = Field(default=None, description="of a write or a read")
-    written_bytes: int = Field(default=0, description="bytes of committed records, with their padding")
     written_bytes_day: int = Field(
         default=0, description="of written_bytes, those of the last 24 hours, to a quarter of an hour"
     )
-    moves_in_flight: int = 0
     loads_in_flight: int = Field(default=0, description="of moves_in_flight, the loads")
-    loaded_bytes: int = 0
-    load_s: float = Field(default=0.0, description="seconds of the reads of loads")
-    queued_bytes: int = Field(default=0, description="bytes of loads that are still to be read")
     loads_late: int = Field(default=0, description="loads that took longer than their time limit")
     stalls: int = Field(
         default=0, description="how often the disk was stalled: a read did not return in time, or all reads failed"
     )
     damaged_records: int = Field(
-        default=0, description="records that had not the sum of their page: they were dropped, and nothing of them used"
+        default=0, description="records with a checksum that did not match: they were dropped, and nothing of them used"
     )
     failed_reads: int = Field(
         default=0, description="reads of records that failed; a record that cannot be read twice is dropped"
@@ -247,7 +237,7 @@ class CacheStats(PydanticMessage):
 
     epoch: str
     core: Literal["compiled", "interpreted"] = Field(description="how the inner loops of the core run")
-    uptime_s: float = Field(description="since this life of the cache began")
+    uptime_s: float = Field(description="seconds since this life of the cache began")
     restarts: int = Field(description="times that Ray restarted the cache, empty; 0 for a local cache")
     last_restart_cause: str = Field(description="why Ray did, the last time, in one line; empty: it never did")
     restart_causes: dict[str, int] = Field(description="how often Ray did for each cause, without its details")
@@ -260,14 +250,14 @@ class CacheStats(PydanticMessage):
     quarantined_slots: int = Field(description="withheld because a vanished owner may still be writing them")
     evictable_slots: int = Field(description="of tree_slots, those that no lease has locked")
     protected_slots: int = Field(description="of tree_slots, those a lease has locked")
-    open_leases: int
+    open_leases: int = Field(description="leases that are open")
     oldest_lease_s: float = Field(
         default=0.0, description="seconds since the oldest open lease was granted; 0: none is"
     )
     owners: tuple[LeaseOwner, ...] = Field(
         description="those that hold most slots by their leases, the largest first; at most 32"
     )
-    open_sessions: int
+    open_sessions: int = Field(description="clients with an open session")
     silent_sessions: int = Field(
         default=0,
         description="clients that sent nothing for more than half of session_ttl_s, until they come back or no longer "
@@ -278,7 +268,7 @@ class CacheStats(PydanticMessage):
         default="", description="`str()` of the base model's ModelFingerprint; empty: none is bound"
     )
     weights: str | None = Field(default=None, description="the label of the base model's weights; None: none yet")
-    waiters: int
+    waiters: int = Field(description="acquires and extends that wait for free slots")
     oldest_waiter_s: float = Field(
         default=0.0, description="seconds that the longest of the waiting requests has waited so far; 0: none waits"
     )
@@ -290,21 +280,23 @@ class CacheStats(PydanticMessage):
     expired_sessions: int = Field(description="clients that sent nothing for too long")
     dead_sessions: int = Field(description="clients that were not closed before their process or owner ended")
     acquires: int = Field(description="requests granted by acquire or lock, a lease each; not the resumed ones")
-    hits: int = Field(description="of those, the ones that found a prefix")
+    hits: int = Field(description="of acquires, those that found a prefix")
     tokens_requested: int = Field(description="prompt tokens of acquires")
     tokens_reused: int = Field(description="of tokens_requested, the tokens with cached KV")
     tokens_refused: int = Field(
         default=0, description="prompt tokens of acquires refused because slots were missing, each time"
     )
     resumed_acquires: int = Field(default=0, description="leases granted to requests that had been preempted")
-    resumed_tokens: int = Field(default=0, description="tokens of these: prompts, and tokens generated before")
+    resumed_tokens: int = Field(
+        default=0, description="tokens of resumed requests: prompts, and tokens generated before"
+    )
     resumed_tokens_reused: int = Field(default=0, description="of resumed_tokens, the tokens with cached KV")
     boundary_states_refused: int = Field(
         default=0, description="acquires with boundary_state that found no second state slot, and were granted without"
     )
-    tokens_inserted: int
+    tokens_inserted: int = Field(description="tokens published")
     tokens_duplicate: int = Field(description="tokens computed twice: their slots were freed on insert")
-    tokens_evicted: int = Field(description="by the task, by requests short of slots and by evict()")
+    tokens_evicted: int = Field(description="tokens evicted by the task, by requests short of slots and by evict()")
     exhausted: int = Field(description="acquires, locks and extends refused because slots were missing")
     refusals: dict[str, int] = Field(
         default_factory=dict,
@@ -320,22 +312,23 @@ class CacheStats(PydanticMessage):
         default=0, description="granted leases that ended because they were not adopted in time"
     )
     too_large: TooLarge = Field(default=TooLarge(), description="of the refused acquires, those that can never fit")
-    probes: int
+    probes: int = Field(description="calls of match")
     waited: int = Field(description="requests that had to wait for slots")
-    wait_time: Histogram = Field(description="seconds that each of these waited, however that ended")
+    wait_time: Histogram = Field(description="seconds that each of these requests waited, however that ended")
     acquire_latency: Histogram = Field(
         description="seconds from the arrival of an `acquire` at the cache to its answer, granted or refused, waits "
         "included"
     )
     lock_latency: Histogram = Field(
-        description="seconds from the arrival of a `lock` at the cache to its answer, granted or refused"
+        description="seconds from the arrival of a `lock`, an engine's look-up, at the cache to its answer, granted or "
+        "refused"
     )
     insert_latency: Histogram = Field(
         description="seconds from the arrival of an `insert` at the cache to its answer, published or refused"
     )
     batch_size: Histogram = Field(description="messages of each batch")
-    batches: int = Field(description="of messages, as clients send them")
-    requests: int = Field(description="messages carried by those batches, one for each call of a verb")
+    batches: int = Field(description="batches of messages, as clients send them")
+    requests: int = Field(description="messages of all batches, one for each call of a verb")
     loop_lag_ms: float = Field(description="the longest that the event loop was late, in the last 5 to 10 s or now")
     eviction_task: EvictionTaskStats
     swa: PoolStats | None = Field(default=None, description="the sliding-window pool, if there is one")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, print_json, show
+from raydix.actors.metrics.shipped import alerts_text, dashboard_text
 
 
 def dashboard(
@@ -26,20 +27,12 @@ def dashboard(
     With `--alerts`, write rules of alerts, each with its remedy. Name the file under `rule_files` of Prometheus.
     With `--json` and without `--out`, the rules are JSON, which Prometheus reads as well.
     """
-    if alerts:
-        from raydix.actors.metrics.alerts import rules, rules_file
-
-        made, text = rules(), rules_file()
-    else:
-        from raydix.actors.metrics.dashboard import dashboard as make_dashboard
-
-        made = make_dashboard()
-        text = json.dumps(made, indent=2)
+    text = alerts_text() if alerts else dashboard_text()
     if out is None:
-        if alerts and not as_json:
-            typer.echo(text, nl=False)
+        if alerts and as_json:
+            print_json(yaml.safe_load(text))
         else:
-            print_json(made)
+            typer.echo(text, nl=False)
         return
     try:
         out.write_text(text, encoding="utf-8")

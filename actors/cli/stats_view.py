@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -114,7 +116,7 @@ def _pool_line(pool: PoolStats) -> str:
 
 def _add_host(table: Table, now: Snapshot, before: Snapshot | None, tier: TierStats) -> None:
     stats, marks = now.stats, now.config.host
-    slots = tier.slots
+    slots, count = tier.slots, partial(_count, now, before, noun="token", tier="host")
     used = 1 - slots.free_slots / slots.num_slots
     low, high = (1.0, 1.0) if marks is None else (marks.low_watermark, marks.high_watermark)
     table.add_row("host tier", _bar(used, low, high))
@@ -128,11 +130,10 @@ def _add_host(table: Table, now: Snapshot, before: Snapshot | None, tier: TierSt
             table.add_row(title, _pool_line(pool))
     reused = stats.tokens_reused + stats.resumed_tokens_reused
     unused = f", {tier.tokens_loaded_unused:,} for no request" if tier.tokens_loaded_unused else ""
-    loaded = _count(now, before, "tokens_loaded", "token", _host)
-    table.add_row("loaded", f"{loaded}, {rate(tier.tokens_loaded, reused)} of the reused ones{unused}")
+    table.add_row("loaded", f"{count('tokens_loaded')}, {rate(tier.tokens_loaded, reused)} of the reused ones{unused}")
     refused = f"; {counted(tier.writes_refused, 'write')} refused for lack of room" if tier.writes_refused else ""
-    table.add_row("written", f"{_count(now, before, 'tokens_written', 'token', _host)}{refused}")
-    dropped = _count(now, before, "tokens_dropped", "token", _host)
+    table.add_row("written", f"{count('tokens_written')}{refused}")
+    dropped = count("tokens_dropped")
     share = rate(tier.tokens_dropped, stats.tokens_evicted)
     table.add_row("dropped", f"{dropped} before they were written, {share} of the evicted ones")
     waiting = f"; {counted(tier.loading_requests, 'request')} wait for loads" if tier.loading_requests else ""
@@ -144,42 +145,36 @@ def _add_host(table: Table, now: Snapshot, before: Snapshot | None, tier: TierSt
     )
 
 
-def _host(stats: CacheStats) -> TierStats | None:
-    return stats.host
-
-
 def _add_disk(table: Table, now: Snapshot, before: Snapshot | None, disk: DiskTierStats) -> None:
+    from raydix.actors.metrics.table import DISK_FAULTS
+
     stats, slots = now.stats, disk.slots
+    count = partial(_count, now, before, noun="token", tier="disk")
     used = 1 - slots.free_slots / slots.num_slots
     state = "" if disk.state == "ready" else f"; {shown(disk.state)}"
     admit = "the second use" if disk.admit == "second_use" else "the first use"
     table.add_row("disk", _bar(used, 1.0, 1.0))
     table.add_row("", f"{percent(used)} of {counted(slots.num_slots, 'slot')} in use, written at {admit}{state}")
     kept = {"dormant": slots.dormant_slots, "leaving": slots.leaving_slots, "unread": slots.unread_slots}
-    others = "".join(f", {count:,} {name}" for name, count in kept.items() if count)
+    others = "".join(f", {number:,} {name}" for name, number in kept.items() if number)
     counts = f"{slots.free_slots:,} free, {slots.private_slots:,} private, {slots.tree_slots:,} cached"
     table.add_row("disk slots", f"{counts}{others}; {counted(disk.num_spaces, 'namespace')}")
     for title, pool in (("disk window", disk.swa), ("disk states", disk.states)):
         if pool is not None:
             table.add_row(title, _pool_line(pool))
     reused = stats.tokens_reused + stats.resumed_tokens_reused
-    loaded = f"{_count(now, before, 'tokens_loaded', 'token', _disk)}, {rate(disk.tokens_loaded, reused)} of the reused"
+    loaded = f"{count('tokens_loaded')}, {rate(disk.tokens_loaded, reused)} of the reused"
     unused = f" ones, {disk.tokens_loaded_unused:,} for no request" if disk.tokens_loaded_unused else " ones"
-    faults = _faults(
-        (disk.loads_late, "late load"),
-        (disk.stalls, "stall"),
-        (disk.failed_reads, "failed read"),
-        (disk.damaged_records, "damaged record"),
-        (disk.bad_rows, "damaged row"),
-    )
+    found = ((getattr(disk, metric.field), metric.noun) for metric in DISK_FAULTS)
+    faults = "".join(f"; {counted(number, noun)}" for number, noun in found if number)
     in_flight = f"{disk.loads_in_flight:,} in flight, {byte_size(disk.queued_bytes)} to be read"
     table.add_row("disk loads", f"{loaded}{unused}{_speed(disk.loaded_bytes, disk.load_s)}; {in_flight}{faults}")
-    written = f"{_count(now, before, 'tokens_written', 'token', _disk)}, {byte_size(disk.written_bytes)}"
+    written = f"{count('tokens_written')}, {byte_size(disk.written_bytes)}"
     day = f"{byte_size(disk.written_bytes_day)} in the last 24 hours"
     last = f" ({shown(disk.last_error)})" if disk.last_error else ""
     table.add_row("disk writes", f"{written}, {day}; batches {_ends(disk.writes, 'committed')}{last}")
     if disk.admit == "all":
-        table.add_row("", f"{_count(now, before, 'tokens_dropped', 'token', _disk)} dropped before they were written")
+        table.add_row("", f"{count('tokens_dropped')} dropped before they were written")
     else:
         uses = f"{counted(disk.pages_used, 'use')} of pages, {rate(disk.pages_refused, disk.pages_used)} the first ones"
         dropped = sum(disk.prefixes_dropped.values())
@@ -188,14 +183,6 @@ def _add_disk(table: Table, now: Snapshot, before: Snapshot | None, disk: DiskTi
     if disk.uncommitted_s:
         age = short_time(disk.uncommitted_s)
         table.add_row("", Text(f"a retirement is not committed for {age}: a restart may bring it back", style="red"))
-
-
-def _disk(stats: CacheStats) -> DiskTierStats | None:
-    return stats.disk
-
-
-def _faults(*counts: tuple[int, str]) -> str:
-    return "".join(f"; {counted(count, noun)}" for count, noun in counts if count)
 
 
 def _ends(ends: dict[str, int], first: str = "whole") -> str:
@@ -209,23 +196,18 @@ def _speed(num_bytes: int, seconds: float) -> str:
     return f" at {byte_size(int(num_bytes / seconds))} a second" if num_bytes and seconds else ""
 
 
-def _count(
-    now: Snapshot,
-    before: Snapshot | None,
-    field: str,
-    noun: str,
-    part: Callable[[CacheStats], CacheStats | TierStats | DiskTierStats | None] = lambda stats: stats,
-) -> str:
+def _count(now: Snapshot, before: Snapshot | None, field: str, noun: str, tier: str = "") -> str:
     """Return a count and, with an earlier snapshot of the same life of the cache, its rate since then.
 
     Args:
-        part: returns the part of the counts that has the field.
+        tier: the field of the tier that has the count; empty: the cache has it.
     """
-    value = getattr(part(now.stats), field)
+    name = f"{tier}.{field}" if tier else field
+    value = attrgetter(name)(now.stats)
     text = counted(value, noun) if noun else f"{value:,}"
     if before is None or before.stats.epoch != now.stats.epoch:
         return text
-    a_second = (value - getattr(part(before.stats), field)) / (now.at_s - before.at_s)
+    a_second = (value - attrgetter(name)(before.stats)) / (now.at_s - before.at_s)
     return text + (f" ({a_second:,.0f} a second just now)" if a_second else "")
 
 

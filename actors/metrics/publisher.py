@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from ray.util.metrics import Counter, Gauge
 
 from raydix.actors.loop_timer import LoopTimer
-from raydix.actors.metrics.table import METRICS, Labels, Metric
+from raydix.actors.metrics.metric import Labels, Metric
+from raydix.actors.metrics.table import METRICS
 from raydix.schemas import CacheStats, CacheUnavailable
 from raydix.schemas.version import how_to_install
 

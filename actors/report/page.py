@@ -10,8 +10,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from raydix.actors.report.charts import Bar, Figure, Figures, Section, Table, Text, shortened
 from raydix.actors.report.curves import ghost_section, hit_rate_section, pool_section
-from raydix.actors.report.disk_tier import disk_section
-from raydix.actors.report.host_tier import host_section
+from raydix.actors.report.tiers import tier_section
 from raydix.actors.report.too_large import too_large
 from raydix.actors.report.tree_view import LABEL_WIDTHS, prefix_section, tree_section
 from raydix.schemas import CacheConfig, CacheReport, CacheStats, NamespaceStats
@@ -35,23 +34,23 @@ _CAUSES = {  # cause in `CacheStats.refusals` -> text
 
 def render(report: CacheReport, config: CacheConfig, title: str, made_at: datetime | None = None) -> str:
     """Return the page: self-contained, for wide and narrow screens, light and dark, with a bounded size."""
+    stats = report.stats
     sections = (
         _figures(report),
         hit_rate_section(report),
         pool_section(report, config),
-        *([host_section(report.stats, report.stats.host)] if report.stats.host is not None else []),
-        *([disk_section(report.stats, report.stats.disk)] if report.stats.disk is not None else []),
-        _namespaces(report.namespaces, has_tiers=bool(report.stats.tiers_below)),
-        *([_tenants(report.stats)] if report.stats.tenants else []),
-        _refusals(report.stats),
-        ghost_section(report.stats, config),
+        *(tier_section(stats, tier) for tier in (stats.host, stats.disk) if tier is not None),
+        _namespaces(report.namespaces, has_tiers=bool(stats.tiers_below)),
+        *([_tenants(stats)] if stats.tenants else []),
+        _refusals(stats),
+        ghost_section(stats, config),
         prefix_section(report),
         tree_section(report),
         _eviction_ages(report),
     )
     return _template().render(
         title=shown(title),
-        subtitle=_subtitle(config, report.stats, made_at or datetime.now(UTC)),
+        subtitle=_subtitle(config, stats, made_at or datetime.now(UTC)),
         sections=sections,
         label_widths=LABEL_WIDTHS,
     )

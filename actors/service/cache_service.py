@@ -50,7 +50,7 @@ from raydix.actors.service.core_factory import build_core, build_disk_cache, bui
 from raydix.actors.service.eviction_task import EvictionTask, PoolGauge
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts, disk_finding
 from raydix.actors.service.request_handlers import Answer, RequestHandlers
-from raydix.actors.service.stats import core_stats, disk_stats, tier_stats
+from raydix.actors.service.stats import core_stats, host_stats
 from raydix.actors.service.tier_feeds import TierFeeds
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.deadlocks import Deadlocks
@@ -570,7 +570,7 @@ class CacheService:
     def stats(self) -> CacheStats:
         """Return a snapshot of every count."""
         batch_size = self._batch_size.histogram()
-        disk = None if self.disk is None else disk_stats(self.disk, self._unbound.count())
+        disk = None if self.disk is None else self.disk.stats(self._unbound.count())
         stats = CacheStats(
             epoch=self.epoch,
             uptime_s=self.insight.history.now_s,
@@ -604,7 +604,7 @@ class CacheService:
             requests=int(batch_size.sum),
             loop_lag_ms=self.lag.longest_ms,
             eviction_task=self.eviction_task.stats(),
-            host=None if self.host is None else tier_stats(self.host, self.wait_queue.num_loading),
+            host=None if self.host is None else host_stats(self.host, self.wait_queue.num_loading),
             disk=disk,
             **core_stats(self.core),
         )

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raydix.actors.tiers.host_tier import HostTier
+from raydix.actors.tiers.tier_stats import move_stats, pool_stats, tier_pools
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.eviction.tenants import Tenant
 from raydix.cache_core.kernels import CORE
-from raydix.cache_core.leases.results import PoolSizes
 from raydix.cache_core.outline import Outline
 from raydix.schemas import (
-    DiskPoolStats,
-    DiskTierStats,
-    PoolStats,
     TenantStats,
     TierStats,
     TooLarge,
@@ -23,10 +20,6 @@ from raydix.schemas import (
     TreeResponse,
     unframe_namespace,
 )
-
-if TYPE_CHECKING:
-    from raydix.actors.tiers.disk_tier import DiskTier
-    from raydix.cache_core.tiers.record_keeper import RecordKeeper
 
 
 def core_stats(core: LeasedCache) -> dict[str, Any]:
@@ -61,19 +54,19 @@ def core_stats(core: LeasedCache) -> dict[str, Any]:
             tokens=counters.tokens_too_large,
             largest_slots=counters.largest_too_large,
         ),
-        "swa": _pool_stats(core.swa_sizes(), counters.window_slots_evicted),
-        "state": _pool_stats(core.state_sizes(), counters.states_evicted),
+        "swa": pool_stats(core.swa_sizes(), counters.window_slots_evicted),
+        "state": pool_stats(core.state_sizes(), counters.states_evicted),
         "tenants": tuple(map(_tenant_stats, core.configured_tenants())),
     }
 
 
-def tier_stats(host: HostTier, num_loading: int) -> TierStats:
-    """Return the statistics of the tier below the pool.
+def host_stats(host: HostTier, num_loading: int) -> TierStats:
+    """Return the statistics of the tier in host memory.
 
     Args:
         num_loading: requests that wait for a load, or for the end of writes.
     """
-    below, copier, loads_of, writes_of = host.tier.cache, host.copier, host.loads.moves.counts, host.writes.counts
+    copier = host.copier
     copies: dict[str, Any] = {}
     if copier is not None:
         loads, writes = copier.counts(loads=True), copier.counts(loads=False)
@@ -87,92 +80,15 @@ def tier_stats(host: HostTier, num_loading: int) -> TierStats:
             "queued_bytes": copier.queued_bytes(loads=True) + copier.queued_bytes(loads=False),
             "longest_chunk_ms": 1000 * max(loads.longest_s, writes.longest_s),
         }
-    slots = _pool_stats(below.sizes_of("slots"), below.counters.tokens_evicted)
-    assert slots is not None
     return TierStats(
         state=host.state,
         pinned=host.pinned,
         policy=host.config.policy,
-        slots=slots,
-        swa=_pool_stats(below.swa_sizes(), below.counters.window_slots_evicted),
-        states=_pool_stats(below.state_sizes(), below.counters.states_evicted),
-        tokens_written=writes_of.written,
-        tokens_loaded=loads_of.loaded,
-        tokens_loaded_unused=loads_of.loaded_unused,
-        tokens_dropped=writes_of.dropped,
-        tokens_failed=loads_of.failed + writes_of.failed,
-        writes_refused=writes_of.writes_refused,
-        states_not_published=loads_of.states_not_published,
-        moves_in_flight=len(host.loads.moves.in_flight) + len(host.writes.in_flight),
         loading_requests=num_loading,
+        **tier_pools(host.tier.cache),
+        **move_stats(host.loads.moves, [host.writes]),
         **copies,
     )
-
-
-def disk_stats(disk: DiskTier, num_unbound: int) -> DiskTierStats:
-    """Return the statistics of the disk tier.
-
-    Args:
-        num_unbound: namespaces without models in which pages were published.
-    """
-    cache, counts, keepers = disk.tier.cache, disk.stats(), disk.keepers
-    sizes = cache.sizes_of("slots")  # Those with a keeper are evicted for no lease, but by the disk's own task.
-    slots = _pool_stats(sizes._replace(evictable=sizes.evictable + sizes.kept), cache.counters.tokens_evicted)
-    windows = _pool_stats(cache.swa_sizes(), cache.counters.window_slots_evicted)
-    states = _pool_stats(cache.state_sizes(), cache.counters.states_evicted)
-    assert slots is not None
-    loads_of, writes = disk.loads.moves, counts.writes
-    num_writes = sum(len(some.in_flight) for some in disk.all_writes)
-    dropped = {"queue_full": writes.due_dropped, "left_memory": writes.due_gone, "no_room": writes.no_room}
-    return DiskTierStats(
-        state=counts.state,
-        admit=disk.config.admit,
-        slots=_disk_pool_stats(slots, keepers.get("full"), cache.page_size),
-        swa=None if windows is None else _disk_pool_stats(windows, keepers.get("swa"), cache.page_size),
-        states=None if states is None else _disk_pool_stats(states, keepers.get("state"), 1),
-        num_spaces=counts.num_spaces,
-        unbound_namespaces=num_unbound,
-        due_prefixes=counts.num_due,
-        pages_used=counts.num_uses,
-        pages_refused=counts.num_first_uses,
-        tokens_written=sum(some.counts.written for some in disk.all_writes),
-        tokens_loaded=loads_of.counts.loaded,
-        tokens_loaded_unused=loads_of.counts.loaded_unused,
-        tokens_dropped=sum(some.counts.dropped for some in disk.all_writes),
-        tokens_failed=loads_of.counts.failed + sum(some.counts.failed for some in disk.all_writes),
-        writes_refused=sum(some.counts.writes_refused for some in disk.all_writes),
-        states_not_published=loads_of.counts.states_not_published,
-        writes=_without_zeros({"committed": writes.num_writes, "failed": writes.num_failed}),
-        prefixes_dropped=_without_zeros(dropped),
-        last_error=counts.last_error or None,
-        written_bytes=writes.num_bytes,
-        written_bytes_day=counts.day_bytes,
-        moves_in_flight=len(loads_of.in_flight) + num_writes,
-        loads_in_flight=len(loads_of.in_flight),
-        loaded_bytes=counts.loaded_bytes,
-        load_s=counts.load_s,
-        queued_bytes=counts.queued_bytes,
-        loads_late=counts.num_late,
-        stalls=counts.num_stalls,
-        damaged_records=counts.num_damaged,
-        failed_reads=counts.num_failed,
-        read_error_s=counts.error_s,
-        bad_rows=counts.bad_rows,
-        uncommitted_s=counts.uncommitted_s,
-    )
-
-
-def _disk_pool_stats(pool: PoolStats, keeper: RecordKeeper | None, slots_of_record: int) -> DiskPoolStats:
-    """Return the statistics of the records of one kind; None: their pool has no keeper."""
-    kept = (0, 0, 0) if keeper is None else (keeper.num_unread, keeper.num_dormant, keeper.num_leaving)
-    unread, dormant, leaving = (number * slots_of_record for number in kept)
-    fields = pool.model_dump()
-    fields["private_slots"] -= unread + dormant + leaving
-    return DiskPoolStats(**fields, unread_slots=unread, dormant_slots=dormant, leaving_slots=leaving)
-
-
-def _without_zeros(counts: dict[str, int]) -> dict[str, int]:
-    return {name: count for name, count in counts.items() if count}
 
 
 def tree_response(outline: Outline, unused_s: Callable[[int], float | None]) -> TreeResponse:
@@ -213,20 +129,4 @@ def _tenant_stats(tenant: Tenant) -> TenantStats:
         floor_slots=tenant.floor,
         cap_slots=tenant.cap,
         tokens_evicted=tenant.evicted,
-    )
-
-
-def _pool_stats(sizes: PoolSizes | None, evicted: int) -> PoolStats | None:
-    if sizes is None:
-        return None
-    tree = sizes.evictable + sizes.protected
-    return PoolStats(
-        num_slots=sizes.num_slots,
-        free_slots=sizes.free,
-        private_slots=sizes.num_slots - sizes.free - tree - sizes.quarantined,
-        tree_slots=tree,
-        quarantined_slots=sizes.quarantined,
-        evictable_slots=sizes.evictable,
-        protected_slots=sizes.protected,
-        evicted=evicted,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
@@ -22,7 +21,7 @@ from raydix.actors.tiers.disk_readers import DiskReaders
 from raydix.actors.tiers.disk_store import DiskStore
 from raydix.actors.tiers.disk_work import DiskWork, Why
 from raydix.actors.tiers.disk_writer import BUFFER_BYTES
-from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWriteCounts, DiskWrites, Source
+from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWrites, Source
 from raydix.actors.tiers.file_calls import FileCalls
 from raydix.actors.tiers.free_records import FreeRecords
 from raydix.actors.tiers.job_threads import Ended
@@ -33,6 +32,7 @@ from raydix.actors.tiers.row_deletions import RowDeletions
 from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.actors.tiers.space_deletions import SpaceDeletions
 from raydix.actors.tiers.tier_loads import TierLoads
+from raydix.actors.tiers.tier_stats import disk_pools, move_stats, without_zeros
 from raydix.actors.transport.pool_shapes import layout_below
 from raydix.cache_core import KVCache, RadixKey
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
@@ -45,42 +45,13 @@ from raydix.cache_core.tiers.second_use import SecondUse
 from raydix.cache_core.tiers.tier import Tier
 from raydix.cache_core.tiers.use_counter import UseCounter
 from raydix.cache_core.tiers.writes import Writes
-from raydix.schemas import CacheConfig
+from raydix.schemas import CacheConfig, DiskTierStats
 from raydix.schemas.config import TierSizes
 from raydix.schemas.shown import counted
 
 logger = logging.getLogger(__name__)
 
 STALLED = "stalled"
-
-
-@dataclass(slots=True)
-class DiskStats:
-    """The counts of a disk tier. Tokens, unless they say otherwise."""
-
-    state: str = ""
-    num_slots: int = 0
-    free: int = 0
-    cached: int = 0
-    dormant: int = 0  # kept on the disk, of models that are not bound
-    leaving: int = 0  # of which the rows are being deleted
-    num_spaces: int = 0
-    num_due: int = 0  # prefixes that wait to be written
-    writes: DiskWriteCounts = field(default_factory=DiskWriteCounts)
-    num_uses: int = 0  # pages
-    num_first_uses: int = 0  # pages that `admit` refused
-    loaded_bytes: int = 0
-    load_s: float = 0.0
-    queued_bytes: int = 0  # of loads
-    num_late: int = 0  # loads
-    num_stalls: int = 0
-    num_damaged: int = 0  # records that had not the sum of their page
-    num_failed: int = 0  # reads of records that failed
-    error_s: float | None = None  # seconds since the last one; None: none did
-    last_error: str = ""  # of a write or a read
-    bad_rows: int = 0  # of the index, and spaces, that were none of its format
-    day_bytes: int = 0  # bytes written in the last 24 hours
-    uncommitted_s: float = 0.0  # seconds since a retirement began that is not committed yet; 0: there is none
 
 
 class DiskTier:
@@ -240,32 +211,39 @@ class DiskTier:
         is_working = self.work.is_scheduled or self.opening.tasks or self.loads.has_any
         return bool(is_working) or not self.writes.is_idle
 
-    def stats(self) -> DiskStats:
-        """Return the counts."""
-        cache, keeper, page = self.tier.cache, self.keepers["full"], self.tier.page_size
-        return DiskStats(
+    def stats(self, num_unbound: int = 0) -> DiskTierStats:
+        """Return the statistics.
+
+        Args:
+            num_unbound: namespaces without models in which pages were published.
+        """
+        cache, writes = self.tier.cache, self.writes.counts
+        dropped = {"queue_full": writes.due_dropped, "left_memory": writes.due_gone, "no_room": writes.no_room}
+        return DiskTierStats(
             state=self.state,
-            num_slots=cache.num_slots,
-            free=cache.free_slots,
-            cached=cache.total_size(),
-            dormant=keeper.num_dormant * page,
-            leaving=keeper.num_leaving * page,
+            admit=self.config.admit,
+            **disk_pools(cache, self.keepers),
+            **move_stats(self.loads.moves, self.all_writes),
             num_spaces=len(self.spaces),
-            num_due=self.writes.num_due,
-            writes=self.writes.counts,
-            num_uses=0 if self.uses is None else self.uses.num_uses,
-            num_first_uses=0 if self.uses is None else self.uses.num_first_uses,
+            unbound_namespaces=num_unbound,
+            due_prefixes=self.writes.num_due,
+            pages_used=0 if self.uses is None else self.uses.num_uses,
+            pages_refused=0 if self.uses is None else self.uses.num_first_uses,
+            writes=without_zeros({"committed": writes.num_writes, "failed": writes.num_failed}),
+            prefixes_dropped=without_zeros(dropped),
+            last_error=self.work.last_error or None,
+            written_bytes=writes.num_bytes,
+            written_bytes_day=self.writes.last_day.total,
+            loads_in_flight=len(self.loads.moves.in_flight),
             loaded_bytes=self.readers.num_bytes,
             load_s=self.readers.seconds,
             queued_bytes=self.readers.queued_bytes,
-            num_late=self.loads.num_late,
-            num_stalls=self.loads.num_stalls,
-            num_damaged=self.readers.num_damaged,
-            num_failed=self.readers.num_failed,
-            error_s=self.readers.error_s,
-            last_error=self.work.last_error,
+            loads_late=self.loads.num_late,
+            stalls=self.loads.num_stalls,
+            damaged_records=self.readers.num_damaged,
+            failed_reads=self.readers.num_failed,
+            read_error_s=self.readers.error_s,
             bad_rows=0 if self.files.store is None else self.files.store.num_bad_rows,
-            day_bytes=self.writes.last_day.total,
             uncommitted_s=self.deletions.uncommitted_s,
         )
 

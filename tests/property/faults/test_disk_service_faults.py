@@ -57,7 +57,7 @@ async def check_damage(path: Path) -> None:
         name.write_bytes(data)
         rig.core.evict(10**6)
         await rig.load([1] * 16)
-        assert rig.disk.stats().num_damaged == 1
+        assert rig.disk.stats().damaged_records == 1
         await rig.settle()
         assert rig.cache.total_size() == 2 * PAGE
         assert await rig.lengths([1] * 16) == [8]

@@ -140,7 +140,7 @@ class Traffic:
                 except Exception as error:
                     raise AssertionError(f"operation {number}, {operation.__name__}: {error!r}") from error
             await self.settle()
-            self.done["written"] += sum(writes.counts.written for writes in self.rig.disk.all_writes)
+            self.done["written"] += self.rig.disk.stats().tokens_written
             self.rig.core.reset()
             await self.settle()
             assert self.rig.cache.free_slots == self.rig.cache.num_slots, "a record is lost"

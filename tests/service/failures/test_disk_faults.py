@@ -76,7 +76,7 @@ async def test_each_flipped_bit_is_found(tmp_path: Path, shape: dict[str, Any], 
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
         assert await cache.find(PROMPT) < len(PROMPT)
         await cache.settle()
-        assert cache.disk.stats().num_damaged == num_found + 1
+        assert cache.disk.stats().damaged_records == num_found + 1
     await cache.put_on_disk(PROMPT)
     assert await cache.find(PROMPT) == len(PROMPT)
     await cache.close()
@@ -99,7 +99,7 @@ async def test_zeroed_torn_and_swapped_records_are_misses_after_a_restart(tmp_pa
         cache = await service(tmp_path)
         assert await cache.find(PROMPT) < len(PROMPT), name
         await cache.settle()
-        assert cache.disk.stats().num_damaged > 0
+        assert cache.disk.stats().damaged_records > 0
         await cache.put_on_disk(PROMPT)
         assert await cache.find(PROMPT) == len(PROMPT)
         await cache.close()
@@ -161,7 +161,7 @@ async def test_a_file_system_that_others_fill_costs_writes_alone(
                 rig.request(prompt)
             await rig.wait(lambda: rig.disk.writes.is_idle)
             rig.check()
-        assert rig.disk.stats().writes.num_failed > 0
+        assert rig.disk.writes.counts.num_failed > 0
         rig.core.evict(EVERY)
         assert (await rig.lengths(PROMPTS[0])) == [16]
         (small_disk / "of others").unlink()

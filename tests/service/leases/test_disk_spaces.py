@@ -83,7 +83,7 @@ async def test_salts_that_write_nothing_have_no_space(tmp_path: Path) -> None:
             cache.publish(PROMPT, **salted(number))
         await cache.settle()
 
-        assert await spaces_of(cache) == [] and cache.disk.stats().num_uses == 200 * len(PROMPT)
+        assert await spaces_of(cache) == [] and cache.disk.stats().pages_used == 200 * len(PROMPT)
 
 
 @pytest.mark.parametrize("admit", ["second_use", "all"])
@@ -296,7 +296,7 @@ async def _grown(num_salts: int, disk: DiskConfig | None) -> int:
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     if service.disk is not None:
-        assert len(service.disk.spaces) == 0 and service.disk.stats().num_uses >= 4 * num_salts
+        assert len(service.disk.spaces) == 0 and service.disk.stats().pages_used >= 4 * num_salts
     await service.close()
     return grown
 

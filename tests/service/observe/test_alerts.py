@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from support.processes.command_line import run, run_json
+from support.shipped_metrics import rules, scaled_alerts
 
 from raydix.actors.cli.app import COMMANDS
 from raydix.actors.engines import transfer_counts
-from raydix.actors.metrics.alerts import Alert, alerts, markdown, rules, rules_file
+from raydix.actors.metrics.shipped import alerts_text
 from raydix.actors.metrics.table import METRICS
 
-DOCUMENT = Path(__file__).parents[3] / "examples" / "metrics.md"
-each_alert = pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)
+Rule = dict[str, Any]
+each_rule = pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
 
 
 def labels_of(expression: str) -> set[str]:
@@ -24,33 +26,33 @@ def labels_of(expression: str) -> set[str]:
     return set(labels.split(", "))
 
 
-@each_alert
-def test_an_alert_asks_for_metrics_of_the_table_and_by_labels_that_they_have(alert: Alert) -> None:
+@each_rule
+def test_an_alert_asks_for_metrics_of_the_table_and_by_labels_that_they_have(rule: Rule) -> None:
     of_caches = {metric.exported_name: {"cache", *metric.labels} for metric in METRICS}
     of_engines = {f"raydix_{name}_total" for name in transfer_counts.COUNTS}
-    asked = set(re.findall(r"ray_raydix_\w+", alert.expression))
-    asked_of_engines = set(re.findall(r"\|vllm:\)(raydix_\w+)", alert.expression))
+    asked = set(re.findall(r"ray_raydix_\w+", rule["expr"]))
+    asked_of_engines = set(re.findall(r"\|vllm:\)(raydix_\w+)", rule["expr"]))
 
     assert asked or asked_of_engines
     assert asked <= of_caches.keys()
     assert asked_of_engines <= of_engines
     for name in asked:
-        assert labels_of(alert.expression) <= of_caches[name]
+        assert labels_of(rule["expr"]) <= of_caches[name]
     if asked_of_engines:
-        assert labels_of(alert.expression) == {"model_name"}
+        assert labels_of(rule["expr"]) == {"model_name"}
 
 
-@each_alert
-def test_a_text_names_labels_of_the_alert_and_commands_that_there_are(alert: Alert) -> None:
-    named = set(re.findall(r"\$labels\.(\w+)", alert.summary))
+@each_rule
+def test_a_text_names_labels_of_the_alert_and_commands_that_there_are(rule: Rule) -> None:
+    named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
 
-    assert named == labels_of(alert.expression)
-    assert "$" not in alert.remedy
-    assert set(re.findall(r"`raydix ([a-z-]+)", alert.remedy)) <= COMMANDS.keys()
+    assert named == labels_of(rule["expr"])
+    assert "$" not in rule["annotations"]["description"]
+    assert set(re.findall(r"`raydix ([a-z-]+)", rule["annotations"]["description"])) <= COMMANDS.keys()
 
 
 def test_there_is_an_alert_for_each_metric_that_was_made_for_one() -> None:
-    asked = {name for alert in alerts() for name in re.findall(r"raydix_(\w+)", alert.expression)}
+    asked = {name for rule in rules() for name in re.findall(r"raydix_(\w+)", rule["expr"])}
 
     assert {
         "eviction_task_alive",
@@ -77,13 +79,17 @@ def test_there_is_an_alert_for_each_metric_that_was_made_for_one() -> None:
 
 
 def test_every_window_and_delay_is_scaled() -> None:
-    whole, small = alerts(), alerts(0.01)
+    def times(text: str) -> list[float]:
+        delays = [rule.get("for", "0s") for rule in rules(text)]
+        windows = [time for rule in rules(text) for time in re.findall(r"(?:\[|offset )(\w+)", rule["expr"])]
+        return [seconds(time) for time in (*delays, *windows)]
 
-    for alert, scaled in zip(whole, small, strict=True):
-        times, fewer = (re.findall(r"(?:\[|offset )(\w+)", each.expression) for each in (alert, scaled))
-        assert [seconds(time) for time in fewer] == [pytest.approx(seconds(time) / 100) for time in times]
-    delays, shorter = ([rule.get("for", "0s") for rule in rules(scale)["groups"][0]["rules"]] for scale in (1.0, 0.01))
-    assert [seconds(time) for time in shorter] == [pytest.approx(seconds(time) / 100) for time in delays]
+    whole, small = times(alerts_text()), times(scaled_alerts(0.01))
+
+    assert len(whole) > 40
+    assert small == [pytest.approx(time / 100) for time in whole]
+    (restarted,) = (rule["expr"] for rule in rules(scaled_alerts(0.01)) if rule["alert"] == "RaydixCacheRestarted")
+    assert restarted.endswith(" < 9")
 
 
 def seconds(duration: str) -> float:
@@ -91,15 +97,11 @@ def seconds(duration: str) -> float:
     return int(number) * {"ms": 0.001, "s": 1.0, "m": 60.0}[unit]
 
 
-def test_the_guide_has_every_alert() -> None:
-    assert markdown() in DOCUMENT.read_text(encoding="utf-8")
-
-
 def test_the_command_writes_the_rules_as_yaml_and_as_json(tmp_path: Path) -> None:
     out = tmp_path / "alerts.yml"
 
     assert run_json("dashboard", "--alerts", "-o", out) == {"path": str(out)}
-    assert out.read_text(encoding="utf-8") == rules_file() == run("dashboard", "--alerts").stdout
-    assert yaml.safe_load(rules_file()) == rules() == run_json("dashboard", "--alerts")
+    assert out.read_text(encoding="utf-8") == alerts_text() == run("dashboard", "--alerts").stdout
+    assert yaml.safe_load(alerts_text()) == run_json("dashboard", "--alerts")
     refused = run_json("dashboard", "--alerts", "-o", tmp_path, exit_code=2)["error"]
     assert "alerts.yml" in refused["advice"]

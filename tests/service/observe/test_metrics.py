@@ -13,11 +13,13 @@ from uuid import uuid4
 import pytest
 import ray
 from support.processes.command_line import run, run_json
+from support.shipped_metrics import GUIDE, guide_text
+from support.shipped_metrics import dashboard_text as made_dashboard
 
 from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache_async
 from raydix.actors.engines import transfer_counts
-from raydix.actors.metrics.dashboard import dashboard
-from raydix.actors.metrics.table import METRICS, markdown
+from raydix.actors.metrics.shipped import dashboard_text
+from raydix.actors.metrics.table import METRICS
 from raydix.schemas import (
     CacheConfig,
     CacheStats,
@@ -37,7 +39,6 @@ from raydix.schemas import (
 )
 
 POOL = PoolConfig(num_slots=64, device="cpu")
-DOCUMENT = Path(__file__).parents[3] / "examples" / "metrics.md"
 Labels = frozenset[tuple[str, str]]
 PASSING = {
     f"raydix_{name}"
@@ -136,11 +137,17 @@ async def test_without_rays_metrics_package_the_cache_names_the_package_to_insta
         publisher.MetricsPublisher(lambda: pytest.fail("nothing is published"), "kv-0", 1.0)
 
 
-def test_every_metric_stands_in_the_document() -> None:
-    document = DOCUMENT.read_text(encoding="utf-8")
+def test_the_guide_and_the_dashboard_are_those_of_the_table() -> None:
+    assert GUIDE.read_text(encoding="utf-8") == guide_text(), "make metrics"
+    assert dashboard_text() == made_dashboard(), "make metrics"
 
-    assert markdown() in document
-    assert transfer_counts.markdown() in document
+
+def test_every_metric_has_a_meaning() -> None:
+    guide = GUIDE.read_text(encoding="utf-8")
+
+    for metric in METRICS:
+        assert "None" not in metric.meaning, f"the field of {metric.name} has no description"
+        assert f"| `{metric.exported_name}` | {metric.kind} |" in guide
 
 
 def test_every_count_of_stats_is_a_metric_or_is_left_out_for_a_reason() -> None:
@@ -183,7 +190,6 @@ def test_every_count_of_the_host_tier_is_a_metric_and_a_cache_without_one_has_no
     sizes = {f"{use}_slots": 10**6 + place for place, use in enumerate(uses)}
     pools = {name: PoolStats(num_slots=0, tree_slots=0, **sizes, evicted=7) for name in ("slots", "swa", "states")}
     others = {"state", "pinned", "policy", *pools, "loads", "writes"}
-    scales = {"longest_chunk_ms": 0.001}
     values = {name: place + 1 for place, name in enumerate(sorted(TierStats.model_fields.keys() - others))}
     ends = {"loads": {"whole": 4711, "late": 4712}, "writes": {"failed": 4713}}
     tier = TierStats(state="ready", pinned=True, policy="2q", **pools, **ends, **values)
@@ -194,7 +200,9 @@ def test_every_count_of_the_host_tier_is_a_metric_and_a_cache_without_one_has_no
         return {(metric.name, frozenset(labels)): value for metric in of_host for labels, value in metric.read(stats)}
 
     seen = read(host=tier)
-    assert {scales.get(name, 1) * value for name, value in values.items()} <= set(seen.values())
+    assert {value / 1000 if name == "longest_chunk_ms" else value for name, value in values.items()} <= set(
+        seen.values()
+    )
     assert {("4711", "whole"), ("4712", "late"), ("4713", "failed")} <= {
         (f"{value:g}", end) for (_, labels), value in seen.items() for _, end in labels
     }
@@ -252,7 +260,7 @@ def test_an_eviction_task_that_has_not_started_is_not_one_that_has_ended(
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are_and_for_all_of_them() -> None:
-    made = dashboard()
+    made = json.loads(dashboard_text())
     names = {metric.exported_name for metric in METRICS}
     queries = [target["expr"] for panel in made["panels"] for target in panel["targets"]]
 
@@ -281,4 +289,4 @@ def test_the_command_writes_the_dashboard(tmp_path: Path) -> None:
     told = run_json("dashboard", "-o", out)
 
     assert told == {"path": str(out)}
-    assert json.loads(out.read_text(encoding="utf-8")) == dashboard() == json.loads(run("dashboard").stdout)
+    assert out.read_text(encoding="utf-8") == dashboard_text() == run("dashboard").stdout

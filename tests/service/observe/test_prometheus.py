@@ -14,11 +14,11 @@ import pytest
 import ray
 import yaml
 from support.processes.prometheus import Prometheus, promtool, running_prometheus
+from support.shipped_metrics import dashboard, rules, scaled_alerts
 from support.waiting import wait_until
 
 from raydix.actors import PrefixCacheClient, shutdown_cache, start_cache
-from raydix.actors.metrics.alerts import alerts, rules_file
-from raydix.actors.metrics.dashboard import dashboard
+from raydix.actors.metrics.shipped import alerts_text
 from raydix.actors.metrics.table import METRICS
 from raydix.schemas import CacheConfig, LeaseConfig, MetricsConfig, PoolConfig, PoolExhausted
 
@@ -224,10 +224,10 @@ CASES = {
 
 def unit_test(name: str, case: Case) -> dict[str, Any]:
     """Return a test of promtool."""
-    (alert,) = (alert for alert in alerts() if alert.name == name)
+    (rule,) = (rule for rule in rules() if rule["alert"] == name)
     fired = {
-        "exp_labels": {"severity": alert.severity, **case.labels},
-        "exp_annotations": {"summary": case.summary, "description": alert.remedy},
+        "exp_labels": {**rule["labels"], **case.labels},
+        "exp_annotations": {"summary": case.summary, "description": rule["annotations"]["description"]},
     }
     times = {case.fires_at: [fired], **{minute: [] for minute in case.ended_at}}
     return {
@@ -241,13 +241,13 @@ def unit_test(name: str, case: Case) -> dict[str, Any]:
 
 def test_the_rules_are_valid(tmp_path: Path) -> None:
     for scale in (1.0, 0.1):
-        (tmp_path / "rules.yml").write_text(rules_file(scale))
-        assert f"SUCCESS: {len(alerts())} rules found" in promtool("check", "rules", tmp_path / "rules.yml")
+        (tmp_path / "rules.yml").write_text(scaled_alerts(scale))
+        assert f"SUCCESS: {len(rules())} rules found" in promtool("check", "rules", tmp_path / "rules.yml")
 
 
-@pytest.mark.parametrize("name", [alert.name for alert in alerts()])
+@pytest.mark.parametrize("name", [rule["alert"] for rule in rules()])
 def test_an_alert_fires_on_its_series_and_ends(name: str, tmp_path: Path) -> None:
-    (tmp_path / "rules.yml").write_text(rules_file())
+    (tmp_path / "rules.yml").write_text(alerts_text())
     tests = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": [unit_test(name, CASES[name])]}
     (tmp_path / "tests.yml").write_text(yaml.safe_dump(tests))
 
@@ -326,7 +326,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     cache = start_cache(config, name=CACHE, timeout_s=WAIT_S)
     (node,) = ray.nodes()
     target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
-    with running_prometheus(tmp_path_factory.mktemp("prometheus"), target, rules_file(SCALE)) as prometheus:
+    with running_prometheus(tmp_path_factory.mktemp("prometheus"), target, scaled_alerts(SCALE)) as prometheus:
         yield Scene(cache, prometheus)
     shutdown_cache(cache)
     ray.shutdown()

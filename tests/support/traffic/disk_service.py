@@ -282,9 +282,9 @@ class DiskServiceTraffic(ServiceTraffic):
     def count_life(self) -> None:
         """Count what a life has done."""
         stats = self.cache.disk.stats()
-        self.done["damaged"] += stats.num_damaged
-        self.done["written to the disk"] += sum(writes.counts.written for writes in self.cache.disk.all_writes)
-        self.done["loaded from the disk"] += self.cache.disk.loads.moves.counts.loaded
+        self.done["damaged"] += stats.damaged_records
+        self.done["written to the disk"] += stats.tokens_written
+        self.done["loaded from the disk"] += stats.tokens_loaded
 
     def end_copies(self) -> None:
         super().end_copies()
@@ -293,7 +293,7 @@ class DiskServiceTraffic(ServiceTraffic):
                 self.cache.writer.step()
 
     def check(self) -> None:
-        num_damaged = self.cache.disk.stats().num_damaged
+        num_damaged = self.cache.disk.readers.num_damaged
         assert self.has_damage or not num_damaged, "a record has not the KV of its row"
         super().check()
 

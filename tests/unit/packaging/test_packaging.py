@@ -94,7 +94,7 @@ def our_files() -> set[str]:
         path.relative_to(ROOT).as_posix()
         for package in (ROOT_PACKAGE, *PACKAGES)
         for path in (ROOT / package).rglob("*")
-        if (path.suffix in (".py", ".pyi", ".html", ".json") or path.name == "py.typed")
+        if (path.suffix in (".py", ".pyi", ".html", ".json", ".yml") or path.name == "py.typed")
         and path.name != "compiled.json"
     }
 

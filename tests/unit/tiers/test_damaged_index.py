@@ -46,7 +46,7 @@ async def test_an_index_that_is_damaged_when_it_is_read_is_replaced(
         await rig.wait(lambda: "is damaged, so its records are lost" in caplog.text)
         await rig.ready()
         assert await rig.lengths(PROMPT, OTHER) == [0, 0]
-        assert rig.disk.stats().free == rig.cache.num_slots
+        assert rig.disk.stats().slots.free_slots == rig.cache.num_slots
         assert await kept_on_disk(rig, PROMPT)
     async with opened_rig(tmp_path) as rig:
         assert await rig.lengths(PROMPT, OTHER) == [16, 0]

@@ -42,10 +42,9 @@ async def test_a_page_is_written_at_its_second_use_and_loaded_when_it_has_left_t
         rig.core.evict(10**6)
         assert await rig.lengths(*PROMPTS) == ALL
         stats = rig.disk.stats()
-        assert (stats.state, stats.cached, stats.num_damaged) == ("ready", 16 * PAGE, 0)
-        assert stats.writes.num_bytes == 16 * BLOCK
-        written, loaded = rig.disk.all_writes[0].counts.written, rig.disk.loads.moves.counts.loaded
-        assert written == loaded == 16 * PAGE
+        assert (stats.state, stats.slots.tree_slots, stats.damaged_records) == ("ready", 16 * PAGE, 0)
+        assert stats.written_bytes == 16 * BLOCK
+        assert stats.tokens_written == 16 * PAGE and stats.tokens_loaded == 16 * PAGE
 
 
 async def test_nothing_is_locked_by_a_disk_that_does_not_take_a_write(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ async def test_a_prompt_that_has_left_memory_before_its_turn_is_counted(tmp_path
         rig.disk.wake()
         await rig.settle()
 
-        assert rig.disk.stats().writes.due_gone == 1
+        assert rig.disk.writes.counts.due_gone == 1
 
 
 async def test_admit_all_writes_the_coldest_share_of_the_pool_at_its_first_use(tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ async def test_the_limit_of_the_rate_holds_back_all_but_the_first_write(tmp_path
             rig.request([2] * 16)
             rig.request([3] * 16)
         await asyncio.sleep(0.05)
-        assert rig.cache.total_size() == 16 and rig.disk.stats().num_due == 2
+        assert rig.cache.total_size() == 16 and rig.disk.stats().due_prefixes == 2
 
         now[0] += 10
         rig.disk.wake()
@@ -189,11 +188,11 @@ async def test_the_prefix_that_was_used_last_is_written_first(tmp_path: Path, mo
             rig.request([number] * 16)
             rig.request([number] * 16)
             await asyncio.sleep(0)
-        await rig.wait(lambda: rig.disk.stats().num_due == 3)
+        await rig.wait(lambda: rig.disk.stats().due_prefixes == 3)
         go_on[0]()
-        await rig.wait(lambda: rig.disk.stats().num_due == 2)
+        await rig.wait(lambda: rig.disk.stats().due_prefixes == 2)
         go_on[1]()
-        await rig.wait(lambda: rig.disk.stats().num_due == 1)
+        await rig.wait(lambda: rig.disk.stats().due_prefixes == 1)
         go_on[2]()
         await rig.settle()
 
@@ -240,14 +239,14 @@ async def test_a_slice_looks_up_few_prefixes_and_evicts_few_pages(
 
         assert sum(looked_up) >= 150 and max(looked_up) <= 16
         assert sum(evicted) >= 20 * PAGE and max(evicted) <= 2 * PAGE
-        assert rig.disk.stats().writes.due_gone == 100 and rig.disk.all_writes[0].counts.written >= 50 * PAGE
+        assert rig.disk.writes.counts.due_gone == 100 and rig.disk.all_writes[0].counts.written >= 50 * PAGE
 
 
 async def test_a_write_waits_for_the_records_that_will_be_free(tmp_path: Path) -> None:
     async with opened_rig(tmp_path, disk_pages=8) as rig:
         await rig.twice(*([number] * 12 for number in range(20)))
 
-        assert rig.disk.stats().writes.no_room == 0 and rig.disk.all_writes[0].counts.written == 20 * 12
+        assert rig.disk.writes.counts.no_room == 0 and rig.disk.all_writes[0].counts.written == 20 * 12
 
 
 async def test_a_write_that_fails_is_counted_and_its_records_are_free_again(tmp_path: Path) -> None:
@@ -260,7 +259,7 @@ async def test_a_write_that_fails_is_counted_and_its_records_are_free_again(tmp_
             calls.fail(call, code)
             await rig.twice([1] * 16)
 
-            assert rig.disk.stats().writes.num_failed == 1
+            assert rig.disk.writes.counts.num_failed == 1
             assert rig.cache.total_size() == 8 and rig.cache.free_slots == (40 - 2) * PAGE
             rig.core.evict(10**6)
             assert await rig.lengths([1] * 16, [9] * 8) == [0, 8]
@@ -337,8 +336,8 @@ async def test_a_prefix_without_a_state_is_not_written_and_has_not_left_memory(t
         rig.request([*range(2 * PAGE), *range(100, 100 + 2 * PAGE)])
         await rig.settle()
 
-        assert rig.disk.stats().num_first_uses == 6, "two pages were used twice, and no match can end there"
-        assert (rig.cache.total_size(), rig.disk.stats().writes.due_gone) == (0, 0)
+        assert rig.disk.stats().pages_refused == 6, "two pages were used twice, and no match can end there"
+        assert (rig.cache.total_size(), rig.disk.writes.counts.due_gone) == (0, 0)
 
 
 @pytest.mark.parametrize(("is_done", "hits"), [(False, ALL), (True, [0, 0, 0, 0])])
@@ -380,7 +379,7 @@ async def test_pages_of_other_models_are_not_found_and_are_evicted_first(tmp_pat
         await write_all(rig)
     async with opened_rig(tmp_path, disk_pages=20, models=("n", None, "v1")) as rig:
         assert await rig.lengths(*PROMPTS) == [0, 0, 0, 0]
-        assert rig.disk.stats().dormant > 0 and rig.cache.total_size() == 0
+        assert rig.disk.stats().slots.dormant_slots > 0 and rig.cache.total_size() == 0
         await rig.twice([8] * 32)
         assert await rig.lengths([8] * 32) == [32]
     async with opened_rig(tmp_path, disk_pages=20, models=("m", None, "v1")) as rig:
@@ -408,7 +407,7 @@ async def test_nothing_is_kept_of_a_namespace_without_models_and_one_warning_say
             rig.request([1] * 16, "other")
         await rig.settle()
 
-        assert rig.cache.total_size() == 0 and rig.disk.stats().num_uses == 0
+        assert rig.cache.total_size() == 0 and rig.disk.stats().pages_used == 0
         assert sum("no model is bound" in record.message for record in caplog.records) == 1
 
 
@@ -588,7 +587,7 @@ async def test_a_damaged_record_is_dropped_with_all_below_it_and_counted(tmp_pat
 
         found, finished = await rig.load([1] * 12 + [2] * 20)
         assert finished is not None and found == 0, "a chunk of 8 MiB is lost for this load"
-        assert rig.cache.total_size() == 4 * PAGE and rig.disk.stats().num_damaged == 1
+        assert rig.cache.total_size() == 4 * PAGE and rig.disk.stats().damaged_records == 1
         await rig.settle()
         assert await rig.lengths([1] * 12 + [2] * 20) == [16]
     async with opened_rig(tmp_path) as rig:
@@ -672,7 +671,7 @@ async def test_a_late_load_goes_on_without_its_request(tmp_path: Path, monkeypat
         await rig.wait(lambda: not (rig.disk.loads.moves.in_flight or rig.disk.all_writes[0].in_flight))
 
         assert rig.core.match(RadixKey([1] * 16)).prefix_len == 16
-        assert rig.disk.loads.moves.counts.loaded_unused == 16
+        assert rig.disk.stats().tokens_loaded_unused == 16
         rig.check()
 
 

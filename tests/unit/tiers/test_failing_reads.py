@@ -9,7 +9,6 @@ import pytest
 from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
 
 from raydix.actors.service.findings import disk_finding
-from raydix.actors.service.stats import disk_stats
 from raydix.cache_core import RadixKey
 from raydix.cache_core.tiers.look_up import LookUp
 
@@ -56,7 +55,7 @@ async def test_a_record_that_cannot_be_read_twice_is_dropped_if_others_can(
         assert await load(rig, PROMPT) == 0
         assert rig.cache.total_size() == 36 and rig.disk.state == "ready"
         assert await load(rig, PROMPT) == 20
-        assert rig.disk.stats().num_failed == 4 and rig.disk.stats().num_damaged == 0
+        assert rig.disk.stats().failed_reads == 4 and rig.disk.stats().damaged_records == 0
         await rig.settle()
         await rig.check_index()
     assert caplog.text.count(LINE) == 1
@@ -72,7 +71,7 @@ async def test_a_disk_of_which_no_read_succeeds_is_stalled(tmp_path: Path, caplo
             now[0] += wait_s
             assert rig.disk.state == "ready"
             assert await load(rig, PROMPT) == 0
-        assert (rig.disk.state, rig.disk.stats().num_stalls, rig.cache.total_size()) == ("stalled", 1, 40)
+        assert (rig.disk.state, rig.disk.stats().stalls, rig.cache.total_size()) == ("stalled", 1, 40)
         assert (await rig.load(OTHER)) == (0, None), "nothing is read"
         assert rig.disk.loads.prefetch(RadixKey(OTHER)) is None
         now[0] += 31
@@ -81,11 +80,11 @@ async def test_a_disk_of_which_no_read_succeeds_is_stalled(tmp_path: Path, caplo
         now[0] += 31
         assert await load(rig, PROMPT) == 0
         assert caplog.text.count(LINE) == 2
-        stats = disk_stats(rig.disk, 0)
+        stats = rig.disk.stats()
         assert "ended after 0 of" in str(stats.last_error) and stats.failed_reads == 4
         assert "reads of the disk fail, the last one 0" in disk_finding(stats)
         now[0] += 700
-        assert disk_finding(disk_stats(rig.disk, 0)) == ""
+        assert disk_finding(rig.disk.stats()) == ""
 
         put_back(tmp_path, whole)
         assert await load(rig, OTHER) == 16
@@ -117,7 +116,7 @@ async def test_records_of_a_retired_namespace_are_counted_and_forgotten(tmp_path
         assert rig.disk.loads.load(lease, LookUp(lease.key), 60) is not None
         rig.retire("new", None)
         await rig.wait(lambda: not rig.disk.loads.moves.in_flight)
-        assert rig.disk.stats().num_damaged > 0 and rig.disk.state == "ready"
+        assert rig.disk.stats().damaged_records > 0 and rig.disk.state == "ready"
         assert not rig.disk.readers._lost and not rig.disk.readers._unread
         await rig.settle()
         await rig.twice(PROMPT, OTHER)
