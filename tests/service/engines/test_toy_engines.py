@@ -26,7 +26,7 @@ from support.waiting import wait_until
 from raydix.actors.engines.block_copies import PoolTarget
 from raydix.actors.engines.scheduler_side import SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
-from raydix.actors.engines.worker_side import WorkerSide
+from raydix.actors.engines.worker_leases import WorkerLeases
 from raydix.schemas import (
     AdoptRequest,
     CacheUnavailable,
@@ -559,14 +559,14 @@ def test_a_load_that_does_not_begin_in_time_fails_once(make_caches: MakeCaches, 
     engine = caches.make_engine(load_timeout_ms=100)
     (prompt,) = prompts(1, 96)
     engine.run(prompt)
-    adopt = WorkerSide._adopt
+    adopt = WorkerLeases._adopt
 
-    async def adopt_late(self: WorkerSide, request: Any) -> Any:
+    async def adopt_late(self: WorkerLeases, request: Any) -> Any:
         lease = await adopt(self, request)
         await asyncio.sleep(0.5)
         return lease
 
-    monkeypatch.setattr(WorkerSide, "_adopt", adopt_late)
+    monkeypatch.setattr(WorkerLeases, "_adopt", adopt_late)
     request = engine.run(prompt, 3)
     monkeypatch.undo()
 
