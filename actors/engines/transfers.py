@@ -19,7 +19,7 @@ class Transfer(Generic[_Plan]):
 
         waiting ──> copying ──> done                    a save
         waiting ──> copying ──> confirming ──> done     a load: its bytes count if its lease was open after the copy
-                       └──────> dropped                 a load whose request has ended during the copy
+                       └──────> dropped                 a load: its request has ended during the copy
 
     A transfer that copies can fail only when its copy has ended. `Transfers` changes the state.
     """

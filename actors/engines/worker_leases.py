@@ -93,7 +93,7 @@ class WorkerLeases:
     """The leases of one rank's requests, and the copies of their blocks. All but `close` runs on the loop thread.
 
     Args:
-        transfers: the loads and saves, whose states it changes. The other arguments are those of `WorkerSide`.
+        transfers: the loads and saves; their states are changed here. The other arguments are those of `WorkerSide`.
     """
 
     def __init__(
