@@ -62,7 +62,7 @@ class Transfers:
     # ---------------------------------------------------------------- the engine's thread
 
     def cancel_saves(self, requests: set[int] | None) -> list[Save]:
-        """Fail the saves that wait of requests; None: of all. Return the others of them: their copies have begun."""
+        """Fail the waiting saves of these requests; None: of all. Return their saves with a copy that has begun."""
         with self._lock:
             saves = [save for save in self._saves if requests is None or save.plan.request in requests]
             for save in saves:

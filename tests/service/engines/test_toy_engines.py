@@ -251,6 +251,26 @@ def test_an_aborted_request_ends_its_lease_at_any_time(make_caches: MakeCaches) 
     wait_until(lambda: caches.stats().open_leases == 0)
 
 
+@pytest.mark.parametrize("how", ["finish", "reset"])
+def test_a_request_that_ends_before_its_load_is_planned_leaves_no_lease(make_caches: MakeCaches, how: str) -> None:
+    caches = make_caches()
+    engine, (prompt,) = caches.make_engine(), prompts(1, 96)
+    engine.run(prompt)
+    scheduler, request = engine.scheduler, engine.add(prompt)
+    wait_until(lambda: scheduler.find_hit(request.request_id, len(prompt), 0) == 96)
+
+    scheduler.allocate(request.request_id, 96, engine.free[:6])
+    if how == "finish":
+        assert not scheduler.finish_request(request.request_id)
+        engine.waiting.remove(request)
+    else:
+        engine.reset()
+    engine.run_all()
+
+    wait_until(lambda: engine.counts.take().get("load_failures") == 1)
+    assert request.num_hit == 0
+
+
 # -------------------------------------------------------------------- tiers below the pool
 
 
