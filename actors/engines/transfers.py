@@ -130,20 +130,17 @@ class Transfers:
             is_wanted, load.state = load.state == "copying", "confirming"
         return is_wanted
 
-    def finish_load(self, load: Load) -> bool:
-        """End a load with the right bytes; return False if its request has ended meanwhile."""
+    def end_load(self, load: Load, state: str) -> bool:
+        """End a load as "done" or "failed"; return False if it has ended before, with its request or otherwise."""
         with self._lock:
             if load.has_ended:
                 return False
-            load.state = "done"
-            self._load_ended.set()
-        return True
-
-    def end_load(self, load: Load) -> None:
-        """Fail a load, if it has not ended."""
-        with self._lock:
-            if not load.has_ended:
+            if state == "failed":
                 self._fail_load(load)
+            else:
+                load.state = state
+                self._load_ended.set()
+        return True
 
     def give_up_load(self, load: Load) -> None:
         """Fail a load, if it still waits."""

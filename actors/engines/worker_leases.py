@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from raydix.actors.engines.transfers import Load, Save, Transfers
 from raydix.schemas import CacheError, CacheUnavailable, LeaseGrant, PoolExhausted, UnknownLease
 
 _T = TypeVar("_T")
+Computed = Future[torch.cuda.Event | None]  # Its result, when the forward pass has run: the event behind it, on a GPU.
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +61,6 @@ class _Request:
         elif known > self.more_at:
             self.more, self.more_at = self.more[known - self.more_at :], known
         return self.more[: max(0, end - known)]
-
-
-@dataclass(eq=False, slots=True)
-class SaveStep:
-    """The saves of one step, which are carried out together."""
-
-    saves: list[Save]
-    computed: asyncio.Event = field(default_factory=asyncio.Event)  # the forward pass has run
-    event: torch.cuda.Event | None = None  # of the forward pass, on a GPU
-
-    def mark_computed(self, event: torch.cuda.Event | None) -> None:
-        """Let the blocks be copied. Call it on the loop."""
-        self.event = event
-        self.computed.set()
 
 
 @dataclass(eq=False, slots=True)
@@ -122,18 +109,20 @@ class WorkerLeases:
         """Wait for the copy that runs, if any. Any thread may call it."""
         self._copier.shutdown(wait=True, cancel_futures=True)
 
-    def begin(self, plan: StepPlan, loads: list[Load], saves: SaveStep | None, event: torch.cuda.Event | None) -> None:
+    def begin(
+        self, plan: StepPlan, loads: list[Load], saves: list[Save], computed: Computed, event: torch.cuda.Event | None
+    ) -> None:
         """Carry out the plan of a step. On a GPU, the loads are copied after `event`."""
         self._link.order(*plan.weights)
         for number, grants in plan.grants.items():
             self._requests[number] = _Request(number, grants[self._rank])
         for load in loads:
             self._start(self._load(load, event))
-        if saves is not None:
+        if saves:
             turns = AsyncExitStack()
             # These tasks are made here, so that they queue for their requests' turns before the ends below.
-            prepared = [self._start(self._prepare_save(save, turns)) for save in saves.saves]
-            self._start(self._save_all(saves, prepared, turns))
+            prepared = [self._start(self._prepare_save(save, turns)) for save in saves]
+            self._start(self._save_all(saves, computed, prepared, turns))
         for number in plan.ended:
             self._start(self._end_request(number))
 
@@ -204,7 +193,7 @@ class WorkerLeases:
                 copy = partial(target.load, pages, blocks, plan.stamps, event)
                 if await self._copy_load(load, target, copy):
                     await self._confirm(lease, deadline)
-                    if self._transfers.finish_load(load):
+                    if self._transfers.end_load(load, "done"):
                         self._counts.add("loads")
                         self._counts.add("loaded_bytes", len(blocks) * self._copies.block_bytes)
         except WrongPage as error:
@@ -216,7 +205,7 @@ class WorkerLeases:
             self._lose(request)
         finally:
             timer.cancel()
-            self._transfers.end_load(load)
+            self._transfers.end_load(load, "failed")
 
     async def _confirm(self, lease: Lease, deadline: float) -> None:
         """Return if the lease of a load is open after its copy.
@@ -237,11 +226,11 @@ class WorkerLeases:
         except TimeoutError:
             raise CacheUnavailable(f"the cache has not confirmed that lease {lease.lease_id!r} is open") from None
 
-    def _set_timer(self, give_up: Callable[..., None], *about: Any) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._settings.load_timeout_ms / 1000, give_up, *about)
+    def _set_timer(self, give_up: Callable[[_T], None], transfer: _T) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._settings.load_timeout_ms / 1000, give_up, transfer)
 
     async def _save_all(
-        self, step: SaveStep, prepared: list[asyncio.Task[_Copy | None]], turns: AsyncExitStack
+        self, saves: list[Save], computed: Computed, prepared: list[asyncio.Task[_Copy | None]], turns: AsyncExitStack
     ) -> None:
         """Save the blocks of a step. Its requests send one frame for their slots, and one to publish their blocks."""
         try:
@@ -249,9 +238,9 @@ class WorkerLeases:
             copies = [copy for task in prepared if (copy := task.result()) is not None]
             if not copies:
                 return
-            await step.computed.wait()
+            event = await asyncio.wrap_future(computed)
             timers = [self._set_timer(self._transfers.give_up_save, copy.save) for copy in copies]
-            copied = await self._copy_saves(copies, step.event)
+            copied = await self._copy_saves(copies, event)
             for timer in timers:
                 timer.cancel()
             published = asyncio.gather(*(self._publish(copy) for copy in copied))
@@ -259,7 +248,7 @@ class WorkerLeases:
             self._transfers.end_saves([copy.save for copy in copied], "done")
             await published
         finally:
-            self._transfers.end_saves(step.saves, "failed")
+            self._transfers.end_saves(saves, "failed")
             await turns.aclose()
 
     async def _prepare_save(self, save: Save, turns: AsyncExitStack) -> _Copy | None:

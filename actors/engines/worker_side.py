@@ -25,7 +25,7 @@ from raydix.actors.engines.settings import EngineSettings
 from raydix.actors.engines.step_messages import StepPlan, StepReport
 from raydix.actors.engines.transfer_counts import TransferCounts
 from raydix.actors.engines.transfers import Transfers
-from raydix.actors.engines.worker_leases import SaveStep, WorkerLeases
+from raydix.actors.engines.worker_leases import Computed, WorkerLeases
 
 _IDLE_WAIT_S = 0.002  # for a load, in a step that computes nothing
 
@@ -64,7 +64,7 @@ class WorkerSide:
         self._keeps_blocks = keeps_blocks
         self._transfers = Transfers(rank, counts)
         self._leases = WorkerLeases(settings, rank, link, copies, block_size, self._transfers, counts)
-        self._save_step: SaveStep | None = None  # of this step, until the forward pass has run
+        self._computed: Computed | None = None  # of this step, if it saves, until the forward pass has run
         self._bound_reported = 0
 
     def before_step(self, plan: StepPlan) -> None:
@@ -76,8 +76,9 @@ class WorkerSide:
     def begin_step(self, plan: StepPlan) -> None:
         """Start the loads of a step, and ask for the slots of its saves, before its forward pass."""
         loads, saves = self._transfers.begin(plan)
-        self._save_step = SaveStep(saves) if saves else None
-        self._loop.call(self._leases.begin, plan, loads, self._save_step, _record_event(self._copies))
+        computed = Computed()
+        self._computed = computed if saves else None
+        self._loop.call(self._leases.begin, plan, loads, saves, computed, _record_event(self._copies))
 
     def end_step(self, *, is_idle: bool) -> None:
         """Let the saves of the step be copied: its forward pass has run.
@@ -85,9 +86,9 @@ class WorkerSide:
         Args:
             is_idle: the step has computed nothing, so that the engine can wait for a load for some milliseconds.
         """
-        step, self._save_step = self._save_step, None
-        if step is not None:
-            self._loop.call(step.mark_computed, _record_event(self._copies))
+        computed, self._computed = self._computed, None
+        if computed is not None:
+            computed.set_result(_record_event(self._copies))
         elif is_idle:
             self._transfers.wait_for_load(_IDLE_WAIT_S)
 
