@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
@@ -114,8 +114,6 @@ def _canonical(value: FieldValue) -> FieldValue:
 class BindModelRequest(PydanticMessage):
     """Bind this session to the model that computes the KV of a `lora_id`; None: of the base model."""
 
-    may_be_late: ClassVar[bool] = False
-
     fingerprint: ModelFingerprint
     lora_id: LoraId | None = None
 
@@ -128,8 +126,6 @@ class BindModelResponse(PydanticAnswer):
 
 class SetWeightsRequest(PydanticMessage):
     """Begin the next generation of the base and of every `lora_id`, unless the base has this label already."""
-
-    may_be_late: ClassVar[bool] = False
 
     label: Label
 

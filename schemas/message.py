@@ -29,7 +29,6 @@ class Message:
 
     Attributes:
         takes_slots: the request begins a lease or makes one grow: it is refused while the cache drains.
-        may_be_late: the cache executes the request even after later ones of its client.
         is_always_queued: the request ends or gives up a lease: the client queues it even if the queue is full.
         token_field: the name of the field with the token ids, which can be long; None: there is none.
         traced_as: the client's method that gets a span for the request; None: there is none.
@@ -37,7 +36,6 @@ class Message:
 
     __slots__ = ()
     takes_slots: ClassVar[bool] = False
-    may_be_late: ClassVar[bool] = True
     is_always_queued: ClassVar[bool] = False
     token_field: ClassVar[str | None] = None
     traced_as: ClassVar[str | None] = None

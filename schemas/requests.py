@@ -221,7 +221,6 @@ class InsertRequest(Message):
         boundary_len: publish the state in the lease's boundary slot as the one after so many tokens; None: do not.
     """
 
-    may_be_late: ClassVar[bool] = False
     token_field: ClassVar[str | None] = "suffix"
     traced_as: ClassVar[str | None] = "insert"
 
@@ -257,7 +256,6 @@ class ExtendRequest(PydanticMessage):
     """Allocate more private slots for a lease. It names the total, so a retry is harmless."""
 
     takes_slots: ClassVar[bool] = True
-    may_be_late: ClassVar[bool] = False
     traced_as: ClassVar[str | None] = "extend"
 
     lease_id: LeaseId
@@ -268,8 +266,6 @@ class ExtendRequest(PydanticMessage):
 
 class ReleaseWindowRequest(PydanticMessage):
     """Free a lease's sliding-window KV before token `up_to`, except the KV that publishing still needs."""
-
-    may_be_late: ClassVar[bool] = False
 
     lease_id: LeaseId
     up_to: Count
@@ -304,8 +300,6 @@ class AbortRequest(PydanticMessage):
 class GrantRequest(PydanticMessage):
     """Offer a lease to another session. Until it is adopted this session holds it; it ends if the offer expires."""
 
-    may_be_late: ClassVar[bool] = False
-
     lease_id: LeaseId
     offer_id: OfferId
     timeout_s: OfferSeconds = Field(default=None, description="how long the offer is valid; None: as configured")
@@ -329,8 +323,6 @@ class TakeBackRequest(PydanticMessage):
 
 class AdoptRequest(PydanticMessage):
     """Take over a lease that another session offers: from then on this session holds it."""
-
-    may_be_late: ClassVar[bool] = False
 
     lease_id: LeaseId
     granter: LeaseId = Field(description="the session that offers it")
@@ -378,8 +370,8 @@ class CheckInvariantsRequest(PydanticMessage):
 class Batch(Message):
     """Requests of one session, executed in order; one that fails does not hinder the others.
 
-    Batches of a session are executed in the order of `seq`, in whatever order they arrive. A batch with more than
-    `MAX_REQUESTS` requests is refused as a whole.
+    Batches of a session are executed in the order of `seq`, in whatever order they arrive. A batch that arrives after a
+    later one was executed, or with more than `MAX_REQUESTS` requests, is refused as a whole.
 
     Attributes:
         session_id: the session.

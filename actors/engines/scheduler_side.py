@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -79,6 +80,32 @@ class _LookUp:
             return grants
 
 
+class _State(Enum):
+    """The state of a request.
+
+    new, skipped ── _begin_look_up ──> asked, late ── _take_answer ──> leased ── _hand_over ──> in workers <──> loading
+         ^                                  │                            │                           │             │
+         │                               _give_up                     _give_up                     _lose         _lose
+         │                                  v                            v                           v             v
+         └───────────── reset ──────────────┴──────── given up ──────────┘                           └─── lost ────┘
+    """
+
+    NEW = auto()
+    SKIPPED = auto()  # Its weights kept it from the cache, which is counted once; it may still be looked up.
+    ASKED = auto()
+    LATE = auto()  # Its look-up loads, and it waits for that no more; it may still save.
+    LEASED = auto()
+    IN_WORKERS = auto()  # The workers have its grants.
+    LOADING = auto()  # The workers have its grants, and load into its blocks.
+    LOST = auto()  # The workers have its grants, but it neither loads nor saves from now on.
+    GIVEN_UP = auto()  # It has no lease, and runs without the cache.
+
+
+_UNASKED = _State.NEW, _State.SKIPPED
+_UNANSWERED = _State.ASKED, _State.LATE
+_HANDED_OVER = _State.IN_WORKERS, _State.LOADING, _State.LOST
+
+
 @dataclass(eq=False, slots=True)
 class _Request:
     """A request of the engine, from its arrival to its end."""
@@ -87,13 +114,9 @@ class _Request:
     request_id: str
     read_tokens: Callable[[int, int | None], Sequence[int]]
     namespace: CacheNamespace
-    look_up: _LookUp | None = None
+    state: _State = _State.NEW
+    look_up: _LookUp | None = None  # the latest one, unless it was given up
     asked_at: float | None = None  # time at which the engine first asked for the hit and there was no answer
-    is_given_up: bool = False  # It runs without the cache from now on.
-    is_late: bool = False  # Its look-up loads, and it waits for that no more; it may still save.
-    is_counted: bool = False  # It was counted as served without the cache because of its weights.
-    in_worker: bool = False  # The workers have its grants.
-    loading: LoadPlan | None = None
     num_local: int = 0  # tokens that the engine's own cache had when it asked last
     available: int = 0  # tokens that its leases hold in the tree, in whole blocks
     planned: int = 0  # tokens that are saved, or will be by the steps planned so far
@@ -136,8 +159,7 @@ class SchedulerSide:
         self._loading: dict[str, _Request] = {}  # id -> request with the last load under this id
         self._numbers = count(1)
         self._num_waiting = 0  # requests with a look-up, and with grants that the workers do not have
-        self._plan = StepPlan()
-        self._loads: list[LoadPlan] = []
+        self._plan = StepPlan()  # of the next step
         self._may_wait = True  # for a look-up, once: the engine computes nothing
         self._prefill_rate = PrefillRate()
         self._weights = WeightsState(links, loop, settings.weights, settings.reconnect_s, counts)
@@ -183,40 +205,32 @@ class SchedulerSide:
         Args:
             num_lacking: tokens that the engine would compute without the cache.
         """
-        if request.in_worker or request.is_given_up:
-            return False
-        if request.look_up is None:
+        if request.state in _UNASKED:
             self._begin_look_up(request)
-        look_up = request.look_up
-        if look_up is None:  # It is not connected, or weights are being changed.
+        if request.state in _UNASKED:  # It is not connected, or weights are being changed.
             if self._weights.is_changing and self._has_time(request, num_lacking):
                 return True
-            if not request.is_counted:
-                request.is_counted = True
+            if request.state is _State.NEW:
+                request.state = _State.SKIPPED
                 self._weights.count_request()
+            return False
+        look_up = request.look_up
+        if look_up is None or request.state not in _UNANSWERED:
             return False
         if not look_up.done.is_set() and self._may_wait:
             self._may_wait = False
             look_up.done.wait(_IDLE_WAIT_S)
-        if look_up.done.is_set():
-            self._take_answer(request, look_up)
+        if self._take_answer(request, look_up):
             return False
         if self._has_time(request, num_lacking):
             return True
         if not look_up.is_loading:
             self.counts.add("lookup_timeouts")
             self._give_up(request)
-        elif not request.is_late:
+        elif request.state is _State.ASKED:
             self.counts.add("tier_loads_late")
-            request.is_late = True
+            request.state = _State.LATE
         return False
-
-    def _take_answer(self, request: _Request, look_up: _LookUp) -> None:
-        if look_up.grants is None:
-            self._give_up(request)
-            return
-        request.available = max(request.available, look_up.hit - look_up.hit % self._block_size)
-        request.planned = max(request.planned, request.available)
 
     def _has_time(self, request: _Request, num_lacking: int) -> bool:
         """Return whether the request has waited less than `lookup_timeout_ms`, or than its wait is worth.
@@ -243,7 +257,7 @@ class SchedulerSide:
         request = self._requests.get(request_id)
         if request is None or not num_loaded:
             return
-        assert request.look_up is not None or request.in_worker, "only a leased hit is promised"
+        assert request.state in (_State.LEASED, _State.IN_WORKERS), "only a leased hit is promised"
         num_local = request.num_local
         assert num_local % self._block_size == 0, num_local
         first, last = num_local // self._block_size, -(-(num_local + num_loaded) // self._block_size)
@@ -251,9 +265,9 @@ class SchedulerSide:
         if self._settings.check:
             stamps = self._stamps(request, first * self._block_size, last * self._block_size)
         blocks = list(block_ids[first:last])
-        request.loading = LoadPlan(request.number, request_id, num_local, blocks, stamps)
-        self._loading[request_id] = request
-        self._loads.append(request.loading)
+        self._hand_over(request)
+        self._plan.loads.append(LoadPlan(request.number, request_id, num_local, blocks, stamps))
+        request.state, self._loading[request_id] = _State.LOADING, request
         self.counts.add("hit_tokens", num_loaded)
 
     def finish_request(self, request_id: str) -> bool:
@@ -265,10 +279,10 @@ class SchedulerSide:
         if request is None:
             return False
         del self._by_number[request.number]
-        if not request.in_worker:
+        if request.state not in _HANDED_OVER:
             self._give_up(request)
             return False
-        holds = request.loading is None and not request.is_given_up and request.available < request.planned
+        holds = request.state is _State.IN_WORKERS and request.available < request.planned
         self._plan.ended.add(request.number)
         if holds:
             self._plan.held[request.number] = request_id
@@ -281,9 +295,9 @@ class SchedulerSide:
             return
         tokens = request.read_tokens(0, None)
         if len(tokens) < self._block_size:
-            request.is_given_up = True
+            self._give_up(request)
             return
-        request.look_up, request.sent = _LookUp(), len(tokens)
+        request.state, request.look_up, request.sent = _State.ASKED, _LookUp(), len(tokens)
         self._num_waiting += 1
         self._loop.spawn(self._look_up(request.look_up, tokens, request.namespace))
 
@@ -322,14 +336,38 @@ class SchedulerSide:
         """Return the client of each rank; CacheUnavailable if one cache was not reached yet."""
         return [link.client for link in self._links]
 
+    def _take_answer(self, request: _Request, look_up: _LookUp) -> bool:
+        """Return whether the look-up has been answered. If so, the request is leased from now on, or given up."""
+        if not look_up.done.is_set():
+            return False
+        if look_up.grants is None:
+            self._give_up(request)
+        else:
+            request.state = _State.LEASED
+            request.available = max(request.available, look_up.hit - look_up.hit % self._block_size)
+            request.planned = max(request.planned, request.available)
+        return True
+
     def _give_up(self, request: _Request) -> None:
         """End a lease that the workers do not have; a look-up on its way ends its lease itself."""
-        request.is_given_up = True
-        if request.look_up is not None and not request.in_worker:
+        if request.look_up is not None:
             self._num_waiting -= 1
             if grants := request.look_up.abandon():
                 self._loop.spawn(revoke_grants(self._clients(), grants))
-        request.look_up, request.available = None, 0
+        request.state, request.look_up, request.available = _State.GIVEN_UP, None, 0
+
+    def _hand_over(self, request: _Request) -> None:
+        """Give the workers the grants, once."""
+        if request.state is _State.LEASED:
+            assert request.look_up is not None and request.look_up.grants is not None, "a lease has grants"
+            self._plan.grants[request.number] = request.look_up.grants
+            request.state = _State.IN_WORKERS
+            self._num_waiting -= 1
+
+    def _lose(self, request: _Request) -> None:
+        """Load and save nothing more of a request that the workers have."""
+        assert request.state in _HANDED_OVER, request.state
+        request.state, request.available = _State.LOST, 0
 
     # ---------------------------------------------------------------- steps
 
@@ -344,51 +382,32 @@ class SchedulerSide:
         """
         self._prefill_rate.begin_step(num_prompt_tokens, time.monotonic())
         self._may_wait = is_idle
-        plan, self._plan = self._plan, StepPlan()
         lost = [request for request_id in preempted if (request := self._requests.get(request_id)) is not None]
-        plan.preempted = {request.number for request in lost}
-        plan.weights = self._weights.order
-        for load in self._loads:
-            if (request := self._by_number.get(load.request)) is not None:
-                self._hand_over(request, plan)
-            plan.loads.append(load)
-        self._loads = []
+        self._plan.preempted = {request.number for request in lost}
+        self._plan.weights = self._weights.order
         for request in lost:
             request.planned = request.available
         for scheduled_request in scheduled:
-            self._plan_save(scheduled_request, plan)
+            self._plan_save(scheduled_request)
+        plan, self._plan = self._plan, StepPlan()
         return plan
 
-    def _plan_save(self, scheduled: ScheduledRequest, plan: StepPlan) -> None:
+    def _plan_save(self, scheduled: ScheduledRequest) -> None:
         request = self._requests.get(scheduled.request_id)
-        if request is None or request.is_given_up or request.loading is not None:
+        if request is None:
             return
+        if request.look_up is not None and request.state in _UNANSWERED:
+            self._take_answer(request, request.look_up)
         end = scheduled.num_computed - scheduled.num_computed % self._block_size
-        if end <= request.planned:
+        if end <= request.planned or request.state not in (_State.LEASED, _State.IN_WORKERS):
             return
-        if not request.in_worker:
-            look_up = request.look_up
-            if look_up is None or not look_up.done.is_set():
-                return
-            self._take_answer(request, look_up)
-            if request.is_given_up or end <= request.planned:
-                return
         start = request.planned
         first, tokens = request.sent, list(request.read_tokens(request.sent, max(request.sent, end)))
         blocks = list(scheduled.block_ids()[start // self._block_size : end // self._block_size])
         stamps = self._stamps(request, start, end) if self._settings.check else None
-        self._hand_over(request, plan)
-        plan.saves.append(SavePlan(request.number, start, blocks, first, tokens, stamps))
+        self._hand_over(request)
+        self._plan.saves.append(SavePlan(request.number, start, blocks, first, tokens, stamps))
         request.planned, request.sent = end, first + len(tokens)
-
-    def _hand_over(self, request: _Request, plan: StepPlan) -> None:
-        """Give the workers the grants, once."""
-        look_up = request.look_up
-        if request.in_worker or look_up is None or look_up.grants is None:
-            return
-        plan.grants[request.number] = look_up.grants
-        request.in_worker = True
-        self._num_waiting -= 1
 
     def _stamps(self, request: _Request, start: int, end: int) -> list[bytes]:
         tokens = np.asarray(request.read_tokens(0, end), dtype=np.int64)
@@ -401,7 +420,7 @@ class SchedulerSide:
         for rank, of_rank in report.saved.items():
             for number, saved in of_rank.items():
                 request = self._by_number.get(number)
-                if request is None or request.is_given_up:
+                if request is None or request.state is _State.LOST:
                     continue
                 request.saved[rank] = saved
                 if len(request.saved) == len(self._links):
@@ -411,13 +430,14 @@ class SchedulerSide:
                 request.planned = max(request.available, min(request.saved.values(), default=0))
         for number in report.failed:
             if (request := self._by_number.get(number)) is not None:
-                request.is_given_up, request.available = True, 0
+                self._lose(request)
 
     def finish_loads(self, request_ids: set[str]) -> None:
         """Note the loads that the workers of all ranks have reported, finished or failed."""
         for request_id in request_ids:
-            if (request := self._loading.pop(request_id, None)) is not None:
-                request.loading = None
+            request = self._loading.pop(request_id, None)
+            if request is not None and request.state is _State.LOADING:
+                request.state = _State.IN_WORKERS
 
     # ---------------------------------------------------------------- weights and the end
 
@@ -427,13 +447,13 @@ class SchedulerSide:
         See `WeightsState`.
         """
         for request in self._requests.values():
-            if request.in_worker:
+            if request.state in _HANDED_OVER:
                 self._plan.ended.add(request.number)
-                request.is_given_up, request.available = True, 0
-            else:
+                self._lose(request)
+            elif request.state is not _State.SKIPPED:
                 self._give_up(request)
-                # It may look up again with the next weights.
-                request.is_given_up, request.is_late, request.asked_at, request.planned = False, False, None, 0
+                request.state = _State.NEW  # It may look up again with the next weights.
+            request.asked_at, request.planned = None, 0
         self._weights.reset()
 
     def close(self) -> None:

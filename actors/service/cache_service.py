@@ -433,6 +433,9 @@ class CacheService:
 
         Args:
             arrived_at: when the batch arrived, by the clock; None: now.
+
+        Raises:
+            CacheError: the session is over; or a later batch was executed before: this one was taken for lost.
         """
         if arrived_at is None:
             arrived_at = self.clock()
@@ -445,26 +448,12 @@ class CacheService:
         try:
             # A batch with number 0 has no place in the order.
             if 0 < batch.seq < session.executed_seq:
-                return self._execute_overtaken(session, batch.requests)
+                raise CacheUnavailable("the batch came too late, after later ones of its client: ask again")
             return self._execute(session, batch.requests, arrived_at)
         finally:
             session.executed_seq = max(session.executed_seq, batch.seq)
             if (turn_of_next := session.batch_order.pop(batch.seq, None)) is not None:
                 turn_of_next.set_result(None)
-
-    def _execute_overtaken(self, session: Session, requests: Sequence[Message]) -> BatchResponse:
-        """Execute a batch that arrives after a later one, but for requests that its client may have given up.
-
-        The client may have stopped waiting for the answers: an adopt or an insert would change a lease without its
-        knowledge, and a growth would replace a newer one of its lease in the queue. Other requests that it may have
-        given up fail by themselves, as the lease that they name has ended.
-        """
-        kept = tuple([request for request in requests if request.may_be_late])
-        done = self._execute(session, kept, self.clock())
-        responses = iter(done.responses)
-        refused = CacheUnavailable("the request came too late, after later ones of its client: ask again")
-        answers = [next(responses) if request.may_be_late else refused for request in requests]
-        return BatchResponse(done.epoch, tuple(answers))
 
     def execute(
         self, session_id: str, epoch: str, requests: Sequence[Message], arrived_at: float | None = None

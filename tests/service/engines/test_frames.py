@@ -14,7 +14,7 @@ from support.engines.toy_caches import toy_config
 from support.engines.toy_engine import BLOCK, ToyEngine, prompts
 
 from raydix.actors import PrefixCacheClient
-from raydix.actors.engines.worker_side import WorkerSide
+from raydix.actors.engines.worker_leases import WorkerLeases
 from raydix.schemas import CacheStats
 
 pytestmark = pytest.mark.ray
@@ -40,7 +40,7 @@ class Counted:
         (worker,) = self.engine.workers
         (link,) = self.engine.worker_links
         link._loop.run(asyncio.sleep(0))
-        while worker._tasks:
+        while worker._leases._tasks:
             time.sleep(0.001)
 
     def frames_of(self, tokens: list[list[int]], num_new: int = 1) -> int:
@@ -85,13 +85,13 @@ def test_a_decoded_token_that_fills_no_block_costs_no_frame(counted: Counted) ->
 
 
 def test_a_frame_more_for_each_save_is_seen(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = WorkerSide._publish
+    publish = WorkerLeases._publish
 
-    async def publish_and_ask(self: WorkerSide, copy: Any) -> None:
+    async def publish_and_ask(self: WorkerLeases, copy: Any) -> None:
         await publish(self, copy)
         await self._link.read_weights()
 
-    monkeypatch.setattr(WorkerSide, "_publish", publish_and_ask)
+    monkeypatch.setattr(WorkerLeases, "_publish", publish_and_ask)
     (prompt,) = prompts(1, 3 * STEP, seed=4)
 
     assert counted.frames_of([prompt]) > LOOK_UP + ADOPT + 3 * SAVE + RELEASE

@@ -26,7 +26,7 @@ from support.waiting import wait_until
 from raydix.actors.engines.block_copies import PoolTarget
 from raydix.actors.engines.scheduler_side import SchedulerSide
 from raydix.actors.engines.settings import EngineSettings
-from raydix.actors.engines.worker_side import WorkerSide
+from raydix.actors.engines.worker_leases import WorkerLeases
 from raydix.schemas import (
     AdoptRequest,
     CacheUnavailable,
@@ -249,6 +249,26 @@ def test_an_aborted_request_ends_its_lease_at_any_time(make_caches: MakeCaches) 
         engine.run_all()
 
     wait_until(lambda: caches.stats().open_leases == 0)
+
+
+@pytest.mark.parametrize("how", ["finish", "reset"])
+def test_a_request_that_ends_before_its_load_is_planned_leaves_no_lease(make_caches: MakeCaches, how: str) -> None:
+    caches = make_caches()
+    engine, (prompt,) = caches.make_engine(), prompts(1, 96)
+    engine.run(prompt)
+    scheduler, request = engine.scheduler, engine.add(prompt)
+    wait_until(lambda: scheduler.find_hit(request.request_id, len(prompt), 0) == 96)
+
+    scheduler.allocate(request.request_id, 96, engine.free[:6])
+    if how == "finish":
+        assert not scheduler.finish_request(request.request_id)
+        engine.waiting.remove(request)
+    else:
+        engine.reset()
+    engine.run_all()
+
+    wait_until(lambda: engine.counts.take().get("load_failures") == 1)
+    assert request.num_hit == 0
 
 
 # -------------------------------------------------------------------- tiers below the pool
@@ -559,14 +579,14 @@ def test_a_load_that_does_not_begin_in_time_fails_once(make_caches: MakeCaches, 
     engine = caches.make_engine(load_timeout_ms=100)
     (prompt,) = prompts(1, 96)
     engine.run(prompt)
-    adopt = WorkerSide._adopt
+    adopt = WorkerLeases._adopt
 
-    async def adopt_late(self: WorkerSide, request: Any) -> Any:
+    async def adopt_late(self: WorkerLeases, request: Any) -> Any:
         lease = await adopt(self, request)
         await asyncio.sleep(0.5)
         return lease
 
-    monkeypatch.setattr(WorkerSide, "_adopt", adopt_late)
+    monkeypatch.setattr(WorkerLeases, "_adopt", adopt_late)
     request = engine.run(prompt, 3)
     monkeypatch.undo()
 

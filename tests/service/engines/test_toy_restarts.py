@@ -112,7 +112,8 @@ def write_over_a_restart(cache: Any, make_engine: MakeEngine, latch: Latch, one:
     wait_until(lambda: known.look_up is not None and known.look_up.done.is_set(), 300)
     for _ in range(3):  # no more, as the first request must not end
         one.step()
-    wait_until(lambda: one.workers[0]._target is not None and one.workers[0]._target.epoch == epoch_of(one), 300)
+    leases = one.workers[0]._leases
+    wait_until(lambda: leases._target is not None and leases._target.epoch == epoch_of(one), 300)
 
     latch.open.set()
     one.run_all()
@@ -161,7 +162,7 @@ def test_a_save_into_the_pool_of_the_next_life_is_seen(
     """The fault planted: a save takes the pool when it runs."""
     one = make_engine()
     latch = Latch(one, "save", monkeypatch)
-    latch.target_of = lambda target: one.workers[0]._target or target  # type: ignore[method-assign]
+    latch.target_of = lambda target: one.workers[0]._leases._target or target  # type: ignore[method-assign]
 
     reader = write_over_a_restart(cache, make_engine, latch, one)
 

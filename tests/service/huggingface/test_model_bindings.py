@@ -15,14 +15,11 @@ from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.sessions import bound_models, model_bindings
 from raydix.schemas import (
     AcquireRequest,
-    BindModelRequest,
-    CacheUnavailable,
     ConfigMismatch,
     InvalidRequest,
     LeaseResponse,
     ModelFingerprint,
     OpenSession,
-    SetWeightsRequest,
 )
 
 BASE = {"model_type": "llama", "rope_theta": 1e4, "rms_norm_eps": 1e-6}
@@ -378,16 +375,6 @@ async def test_a_cache_configured_for_a_base_model_takes_no_other_weights() -> N
         assert await hit(cache, 1, 2) == 2
 
 
-async def test_new_weights_that_come_too_late_change_nothing(cache1: CacheUnderTest) -> None:
-    wire = Wire(cache1, await cache1.another_client().open())
-    await wire.execute(SetWeightsRequest(label="step-2"), seq=2, after=0)
-
-    (late,) = await wire.execute(SetWeightsRequest(label="step-1"), seq=1, after=0)
-
-    assert isinstance(late, CacheUnavailable)
-    assert (await cache1.client.weights()).label == "step-2"
-
-
 def test_plain_calls_name_the_weights() -> None:
     with LocalPrefixCache(small_config()).sync as cache:
         assert cache.set_weights("v1") == cache.bind_model(ModelFingerprint(fields=BASE, weights="v1"))
@@ -466,17 +453,6 @@ async def test_an_acquire_that_is_repeated_gets_the_lease_that_it_got(cache1: Ca
 
     assert isinstance(again, LeaseResponse)
     assert isinstance(anew, ConfigMismatch)
-
-
-async def test_a_bind_that_comes_too_late_binds_nothing(cache1: CacheUnderTest) -> None:
-    wire = Wire(cache1, await cache1.another_client().open())
-    await wire.execute(BindModelRequest(fingerprint=NEW), seq=2, after=0)
-    await cache1.client.reset()
-
-    (late,) = await wire.execute(BindModelRequest(fingerprint=OLD), seq=1, after=0)
-
-    assert isinstance(late, CacheUnavailable)
-    assert (await cache1.client.stats()).bindings == 0
 
 
 # ---------------------------------------------------------------- lost sessions

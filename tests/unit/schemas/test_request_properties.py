@@ -19,15 +19,6 @@ MESSAGES = [model for model in PUBLIC if inspect.isclass(model) and issubclass(m
 REQUESTS = [model for model in MESSAGES if model.__name__.endswith("Request")]
 
 TAKES_SLOTS = {"AcquireRequest", "LockRequest", "ExtendRequest"}
-NEVER_LATE = {
-    "AdoptRequest",
-    "BindModelRequest",
-    "ExtendRequest",
-    "GrantRequest",
-    "InsertRequest",
-    "ReleaseWindowRequest",
-    "SetWeightsRequest",
-}
 ALWAYS_QUEUED = {"ReleaseRequest", "AbortRequest", "TakeBackRequest", "WithdrawRequest"}
 TOKEN_FIELDS = {
     "AcquireRequest": "tokens",
@@ -50,7 +41,6 @@ TRACED = {
 
 def test_each_request_is_treated_as_its_class_says() -> None:
     assert {model.__name__ for model in MESSAGES if model.takes_slots} == TAKES_SLOTS
-    assert {model.__name__ for model in MESSAGES if not model.may_be_late} == NEVER_LATE
     assert {model.__name__ for model in MESSAGES if model.is_always_queued} == ALWAYS_QUEUED
     assert {model.__name__: model.token_field for model in MESSAGES if model.token_field is not None} == TOKEN_FIELDS
     assert {model.__name__: model.traced_as for model in MESSAGES if model.traced_as is not None} == TRACED
@@ -58,7 +48,7 @@ def test_each_request_is_treated_as_its_class_says() -> None:
 
 @pytest.mark.parametrize("model", MESSAGES, ids=lambda model: model.__name__)
 def test_the_properties_are_of_the_class_and_are_not_fields(model: type[Message]) -> None:
-    properties = {"takes_slots", "may_be_late", "is_always_queued", "token_field", "traced_as"}
+    properties = {"takes_slots", "is_always_queued", "token_field", "traced_as"}
 
     assert properties.isdisjoint(model.field_names())
     if dataclasses.is_dataclass(model):
