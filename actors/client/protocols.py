@@ -6,11 +6,10 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    import torch
-
+    from raydix.actors.client.client_session import ClientSession
     from raydix.actors.service.findings import Restarts
     from raydix.actors.transport.transport import Transport
-    from raydix.schemas import CacheConfig, InsertResponse, LeaseGrant
+    from raydix.schemas import CacheConfig, LeaseGrant
 
 R = TypeVar("R")
 
@@ -37,33 +36,13 @@ class Connector(Protocol):
 
 
 class LeaseClient(Protocol):
-    """The client of a `Lease`, which carries out the lease's verbs."""
+    """The client of a `Lease`, as the lease sees it."""
 
     @property
-    def config(self) -> CacheConfig: ...
+    def session(self) -> ClientSession: ...
     @property
-    def closed(self) -> bool: ...
-    async def insert_next(self, lease: Any, num_tokens: int, more: Any = ()) -> InsertResponse: ...
-    async def insert(
-        self,
-        lease: Any,
-        tokens: Any,
-        *,
-        release: bool = False,
-        publish_state: bool = False,
-        boundary_len: int | None = None,
-    ) -> InsertResponse: ...
-    async def extend(self, lease: Any, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor: ...
-    async def confirm_open(self, lease: Any) -> None: ...
-    async def release_window(self, lease: Any, up_to: int) -> None: ...
-    async def grant(self, lease: Any, *, timeout_s: float | None = None) -> LeaseGrant: ...
-    async def preempt(
-        self, lease: Any, tokens: Any, *, publish_state: bool = False, boundary_len: int | None = None
-    ) -> None: ...
+    def config(self) -> CacheConfig: ...
     async def revoke(self, grant: LeaseGrant) -> bool: ...
-    def check_lease(self, lease: Any) -> None: ...
-    async def release(self, lease: Any) -> None: ...
-    async def abort(self, lease: Any) -> None: ...
 
 
 class CoroutineRunner(Protocol):
