@@ -38,7 +38,7 @@ from raydix.schemas import (
 from raydix.schemas.requests import MAX_BOUND
 
 if TYPE_CHECKING:
-    from raydix.actors.client.protocols import Connector
+    from raydix.actors.client.connectors import Connector
     from raydix.actors.transport.transport import OnOutcome, Outcome, Transport
 
 logger = logging.getLogger(__name__)

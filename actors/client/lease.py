@@ -50,7 +50,7 @@ from raydix.schemas.tokens import PACKED_DTYPES
 if TYPE_CHECKING:
     import torch
 
-    from raydix.actors.client.protocols import LeaseClient
+    from raydix.actors.client.prefix_cache_client import PrefixCacheClient
     from raydix.actors.transport.transport import Outcome, Transport
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Lease:
     _ended = True
 
     def __init__(
-        self, client: LeaseClient, response: LeaseResponse, tokens: TokenIds, transport: Transport, run_len: int
+        self, client: PrefixCacheClient, response: LeaseResponse, tokens: TokenIds, transport: Transport, run_len: int
     ) -> None:
         self.client = client
         self.transport = transport

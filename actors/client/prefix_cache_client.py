@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from raydix.actors.client.client_session import ClientSession
-from raydix.actors.client.connectors import LocalConnector, RayConnector
+from raydix.actors.client.connectors import Connector, LocalConnector, RayConnector
 from raydix.actors.client.event_reader import read_events
 from raydix.actors.client.forwarding import forwarded_signature
 from raydix.actors.client.lease import Lease, make_ownership_error, make_pending
@@ -77,7 +77,6 @@ from raydix.schemas.requests import DEVICE
 
 if TYPE_CHECKING:
     from raydix.actors.client.attached_pool import AttachedPool
-    from raydix.actors.client.protocols import Connector
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from raydix.actors.client.forwarding import with_options_of
 from raydix.actors.client.lease import Lease
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
-from raydix.actors.client.protocols import LeaseClient
 from raydix.actors.client.shared_acquire import SharedAcquire
 from raydix.schemas import CacheBusy, CacheError, InvalidRequest, LeaseGrant, PoolExhausted
 
@@ -232,7 +231,7 @@ async def _end(lease: Lease) -> None:
         logger.warning("lease %r could not be released: %s", lease.lease_id, error, extra=about)
 
 
-async def _revoke(client: LeaseClient, grant: LeaseGrant) -> None:
+async def _revoke(client: PrefixCacheClient, grant: LeaseGrant) -> None:
     try:
         await client.revoke(grant)
     except CacheError as error:

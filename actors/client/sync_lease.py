@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from raydix.actors.client.attached_pool import AttachedPool
-    from raydix.actors.client.protocols import CoroutineRunner
+    from raydix.actors.client.prefix_cache_client import SyncClient
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +58,7 @@ class SyncLease:
         lease: the asynchronous lease.
     """
 
-    def __init__(self, owner: CoroutineRunner, lease: Lease) -> None:
+    def __init__(self, owner: SyncClient, lease: Lease) -> None:
         self.owner = owner
         self.lease = lease
 
@@ -156,7 +156,7 @@ class SyncPool:
         pool: the asynchronous pool; if it is mapped, its tensors can be used directly.
     """
 
-    def __init__(self, owner: CoroutineRunner, pool: AttachedPool) -> None:
+    def __init__(self, owner: SyncClient, pool: AttachedPool) -> None:
         self._owner = owner
         self.pool = pool
 
