@@ -33,7 +33,7 @@ from raydix.schemas.shown import brief
 
 if TYPE_CHECKING:
     from raydix.actors.client.lease import Lease
-    from raydix.actors.client.protocols import PoolClient
+    from raydix.actors.client.prefix_cache_client import PrefixCacheClient
     from raydix.actors.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class AttachedPool:
 
     on_lost: Callable[[], None] | None = None
 
-    def __init__(self, client: PoolClient, handle: PoolHandle, pool: KVPool | RecordPool | None) -> None:
+    def __init__(self, client: PrefixCacheClient, handle: PoolHandle, pool: KVPool | RecordPool | None) -> None:
         self._client = client
         self._pool = pool
         self._life = (
@@ -90,7 +90,7 @@ class AttachedPool:
 
     @classmethod
     def attach(
-        cls, client: PoolClient, handle: PoolHandle, local: KVPool | RecordPool | None, mapped: bool | None
+        cls, client: PrefixCacheClient, handle: PoolHandle, local: KVPool | RecordPool | None, mapped: bool | None
     ) -> AttachedPool:
         """Attach to a pool; see `PrefixCacheClient.attach_pool`.
 

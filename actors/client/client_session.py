@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from raydix.actors.client.expired_writers import ExpiredWriters
@@ -37,7 +38,7 @@ from raydix.schemas import (
 from raydix.schemas.requests import MAX_BOUND
 
 if TYPE_CHECKING:
-    from raydix.actors.client.protocols import Connector
+    from raydix.actors.client.connectors import Connector
     from raydix.actors.transport.transport import OnOutcome, Outcome, Transport
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class ClientSession:
         self._owner = owner or f"{os.fsencode(socket.gethostname())[:64].decode(errors='replace')}:{os.getpid()}"
         self.session_id = uuid.uuid4().hex[:16]
         self._past_ids: set[str] = set()
+        self._offer_numbers = count(1)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.ready = self.closed = False
         self._opening: asyncio.Task[None] | None = None
@@ -160,6 +162,10 @@ class ClientSession:
     def _renew_id(self) -> None:
         self._past_ids.add(self.session_id)
         self.session_id = uuid.uuid4().hex[:16]
+
+    def make_offer_id(self) -> str:
+        """Return the id of a new offer of a lease."""
+        return f"{self.session_id}-{next(self._offer_numbers)}"
 
     def has_used_id(self, session_id: str) -> bool:
         """Return whether this is the id of the present session or of one before it."""

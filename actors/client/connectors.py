@@ -1,8 +1,8 @@
-"""The two ways to a cache: in this process (`LocalConnector`) and through Ray (`RayConnector`)."""
+"""`Connector`, the way to a cache: in this process (`LocalConnector`) or through Ray (`RayConnector`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raydix.actors.client.watched_actor import warn_if_unwatched, watched_self
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
@@ -12,6 +12,27 @@ from raydix.schemas import CacheConfig, InvalidRequest
 if TYPE_CHECKING:
     from raydix.actors.service.cache_host import CacheHost
     from raydix.actors.transport.transport import Transport
+
+
+class Connector(Protocol):
+    """The way to one cache, for each session that a client opens there."""
+
+    @property
+    def liveness_path(self) -> str | None:
+        """The file that this process has open while it lives; None: the death of another process counts."""
+
+    def make_transport(self) -> Transport:
+        """Return the transport of a new session."""
+
+    def on_open(self, config: CacheConfig, sees_process: bool) -> None:
+        """Log advice on a session that has just opened, if there is any.
+
+        Args:
+            sees_process: the cache sees when this process ends.
+        """
+
+    def restarts(self) -> Restarts:
+        """Return how often the cache was restarted, and why, without asking it."""
 
 
 class LocalConnector:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import warnings
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
@@ -13,17 +15,34 @@ import numpy as np
 
 from raydix.actors.client.lease_slots import LeaseSlots
 from raydix.actors.transport.error_map import may_have_taken_effect
+from raydix.actors.transport.validation import (
+    checked_count,
+    checked_response,
+    checked_token_ids,
+    checked_tokens,
+    make_request,
+)
 from raydix.schemas import (
+    AbortRequest,
     CacheError,
     CacheUnavailable,
+    ExtendRequest,
     ExtendResponse,
+    GrantRequest,
+    InsertRequest,
     InsertResponse,
     InvalidRequest,
+    LeaseExpired,
     LeaseGrant,
     LeaseResponse,
+    ReleaseRequest,
+    ReleaseWindowRequest,
+    StaleEpoch,
+    TakeBackRequest,
     TokenIds,
     UnknownLease,
     WindowResponse,
+    WithdrawRequest,
 )
 from raydix.schemas.shown import shown
 from raydix.schemas.tokens import PACKED_DTYPES
@@ -31,8 +50,10 @@ from raydix.schemas.tokens import PACKED_DTYPES
 if TYPE_CHECKING:
     import torch
 
-    from raydix.actors.client.protocols import LeaseClient
+    from raydix.actors.client.prefix_cache_client import PrefixCacheClient
     from raydix.actors.transport.transport import Outcome, Transport
+
+logger = logging.getLogger(__name__)
 
 C = TypeVar("C")
 P = ParamSpec("P")
@@ -96,7 +117,7 @@ class Lease:
     _ended = True
 
     def __init__(
-        self, client: LeaseClient, response: LeaseResponse, tokens: TokenIds, transport: Transport, run_len: int
+        self, client: PrefixCacheClient, response: LeaseResponse, tokens: TokenIds, transport: Transport, run_len: int
     ) -> None:
         self.client = client
         self.transport = transport
@@ -141,7 +162,7 @@ class Lease:
             CacheUnavailable: as for `slots`.
         """
         self._check_slots_known()
-        return self._held.pages(self.client.config.page_size)
+        return self._held.pages(self.client.session.config.page_size)
 
     @property
     def swa_slots(self) -> torch.Tensor:
@@ -175,7 +196,8 @@ class Lease:
 
         From then on other requests hit them. If the tree has a page already, the lease's page is freed and `slots`
         names the tree's. `release=True` ends the lease in the same message. `publish_state=True` publishes a copy of
-        the lease's state as the state after the last token, which must end a page.
+        the lease's state as the state after the last token, which must end a page. If the caller is cancelled, the
+        insert still takes effect, and the lease is updated.
 
         Args:
             boundary_len: publish the state in `boundary_slot`, which the caller has copied there after so many tokens:
@@ -187,9 +209,22 @@ class Lease:
                 `boundary_len` that is not the end of the last whole page.
             UnknownLease: the lease has ended.
         """
-        return await self.client.insert(
-            self, tokens, release=release, publish_state=publish_state, boundary_len=boundary_len
+        self.check_open()
+        packed = self._reuse_packed(tokens) or checked_tokens(tokens)
+        unsent, mark = self._cut_unsent(packed), self._mark_request()
+        request = make_request(
+            InsertRequest,
+            lease_id=self.lease_id,
+            num_tokens=len(packed),
+            suffix=unsent,
+            release=release,
+            publish_state=publish_state,
+            known_len=mark[0],
+            boundary_len=boundary_len,
         )
+        publishes_boundary = boundary_len is not None and not publish_state
+        note = partial(self._on_insert, packed, request.release, publishes_boundary, mark)
+        return checked_response(InsertResponse, await self.client.session.ask_for_lease(request, note))
 
     @property
     def known_len(self) -> int:
@@ -200,7 +235,7 @@ class Lease:
         """Publish whole pages, like `insert`, but no state, and send only the ids that the cache does not have yet.
 
         It costs the same whatever the length of the prompt. The caller must keep to the tokens of the request: only the
-        cache has the others to compare with.
+        cache has the others to compare with. If the caller is cancelled, the insert still takes effect.
 
         Args:
             num_tokens: publish the whole pages of so many leading tokens.
@@ -210,14 +245,25 @@ class Lease:
             InvalidRequest: the lease covers fewer tokens, or `more` has too few or too many ids.
             UnknownLease: the lease has ended.
         """
-        return await self.client.insert_next(self, num_tokens, more)
+        self.check_open()
+        suffix = checked_token_ids(more)
+        request = make_request(
+            InsertRequest,
+            lease_id=self.lease_id,
+            num_tokens=num_tokens,
+            suffix=suffix,
+            known_len=self.published_len,
+        )
+        self._check_next(request.num_tokens, suffix)
+        note = partial(self._on_insert, request.num_tokens, False, False, self._mark_request())
+        return checked_response(InsertResponse, await self.client.session.ask_for_lease(request, note))
 
     async def release_window(self, up_to: int) -> None:
         """Free the window KV before token `up_to`, which decoding no longer reads: `swa_slots` is 0 there.
 
         The lease keeps what later requests need: one page more than the window at the end of its whole pages; of pages
         of one token, two more. It also keeps so much at the end of its published tokens, unless all of it lies before
-        that. No effect without a window.
+        that. No effect without a window. If the caller is cancelled, it still takes effect, and the lease is updated.
 
         Args:
             up_to: the first token that the next token attends to: the number of computed tokens, less the cache's
@@ -227,7 +273,10 @@ class Lease:
             InvalidRequest: `up_to` is negative, or larger than the number of tokens that the lease covers.
             UnknownLease: the lease has ended.
         """
-        await self.client.release_window(self, up_to)
+        self.check_open()
+        request = make_request(ReleaseWindowRequest, lease_id=self.lease_id, up_to=up_to)
+        note = partial(self._on_window_release, self._mark_request())
+        checked_response(WindowResponse, await self.client.session.ask_for_lease(request, note))
 
     async def extend(self, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
         """Allocate slots for `num_tokens` more tokens and return them, int64 on the CPU. Waits as `acquire` does.
@@ -236,14 +285,33 @@ class Lease:
             PoolExhausted: no slots came free in time; the lease is as before.
             UnknownLease: the lease has ended.
         """
-        return await self.client.extend(self, num_tokens, timeout_s=timeout_s)
+        self.check_open()
+        if type(num_tokens) is not int or num_tokens < 1:
+            num_tokens = checked_count(num_tokens)
+        session = self.client.session
+        with self._guard_extend() as (covered, known_pages, number):
+            request = make_request(
+                ExtendRequest,
+                lease_id=self.lease_id,
+                num_slots=covered + num_tokens,
+                known_pages=known_pages,
+                timeout_s=timeout_s,
+            )
+            with session.undo_on_failure(WithdrawRequest, lease_id=self.lease_id):
+                response = checked_response(ExtendResponse, await session.ask_for_lease(request))
+            self._answered = max(self._answered, number)
+            starts = response.page_starts, response.swa_page_starts
+            self._held.add_runs(number, known_pages, *starts, request.num_slots)
+        self._check_slots_known()
+        return self._held.last_slots(num_tokens)
 
     async def confirm_open(self) -> None:
         """Ask the cache whether the lease is open: then the KV read from its slots so far is that of its tokens.
 
         A process that stands still for longer than `session_ttl_s` loses its leases, and others may write their pages
         before it goes on. So call this after a read of mapped memory that no other verb follows. `release` confirms
-        nothing. It changes nothing, waits for no slots, and also works while the cache drains.
+        nothing. It changes nothing, waits for no slots, and also works while the cache drains. The cache is asked to
+        extend the lease to its own size; an empty lease has nothing to confirm.
 
         Raises:
             UnknownLease: the lease has ended, so the read KV may be of other tokens.
@@ -252,7 +320,14 @@ class Lease:
             CacheUnavailable: the cache does not answer: it may have ended.
             InvalidRequest: an `extend` of the lease has not returned yet.
         """
-        await self.client.confirm_open(self)
+        self.check_open()
+        self._check_not_extending()
+        if num_slots := self._held.num_slots:
+            num_pages = len(self._held.starts)
+            request = make_request(
+                ExtendRequest, lease_id=self.lease_id, num_slots=num_slots, known_pages=num_pages, timeout_s=0.0
+            )
+            checked_response(ExtendResponse, await self.client.session.ask_for_lease(request))
 
     async def grant(self, *, timeout_s: float | None = None) -> LeaseGrant:
         """Offer the lease to another client, which owns it once it has adopted the grant. This object ends.
@@ -260,6 +335,10 @@ class Lease:
         A grant is good once. If it is not adopted in time, or `client.revoke(grant)` is called, the lease ends: its
         private slots are freed, published pages stay. Until then it also ends with this client's session. If the caller
         is cancelled, the lease is as before; if the cache does not answer, the lease is given up.
+
+            lease = await scheduler.acquire(tokens)
+            grant = await lease.grant(timeout_s=5)  # pickles
+            lease = await worker.adopt(grant)  # in another process, within 5 s
 
         Args:
             timeout_s: how long the grant is good, in seconds by the cache's clock; None:
@@ -269,7 +348,19 @@ class Lease:
             UnknownLease: the lease has ended.
             InvalidRequest: `timeout_s` must be a positive, finite number.
         """
-        return await self.client.grant(self, timeout_s=timeout_s)
+        self.check_open()
+        session, lease_id = self.client.session, self.lease_id
+        offer_id = session.make_offer_id()
+        request = make_request(GrantRequest, lease_id=lease_id, offer_id=offer_id, timeout_s=timeout_s)
+        self._check_not_extending()
+        self._ended = True
+        try:
+            with session.undo_on_failure(TakeBackRequest, lease_id=lease_id, offer_id=offer_id):
+                offered = checked_response(LeaseResponse, await session.ask_for_lease(request))
+        except BaseException:
+            self._ended = False
+            raise
+        return self._grant_of(offered.prefix_len, offered.num_slots, offer_id)
 
     async def preempt(self, tokens: Any, *, publish_state: bool = False, boundary_len: int | None = None) -> None:
         """Publish the whole pages of `tokens` and end the lease, so that other requests get its slots.
@@ -284,15 +375,34 @@ class Lease:
             InvalidRequest: as for `insert`; the lease is as before.
             UnknownLease: the lease has ended.
         """
-        await self.client.preempt(self, tokens, publish_state=publish_state, boundary_len=boundary_len)
+        if len(packed := checked_token_ids(tokens)):
+            await self.insert(packed, release=True, publish_state=publish_state, boundary_len=boundary_len)
+        else:
+            self.check_open()
+            await self.release()
 
     async def release(self) -> None:
         """End the lease: private slots are freed, inserted pages stay. No effect if it has ended."""
-        await self.client.release(self)
+        await self._end(ReleaseRequest)
 
     async def abort(self) -> None:
         """End the lease of a request that failed. Pages that it inserted before stay: their KV was complete."""
-        await self.client.abort(self)
+        await self._end(AbortRequest)
+
+    async def _end(self, model: type[ReleaseRequest | AbortRequest]) -> None:
+        session = self.client.session
+        if not session.closed:
+            session.check_usable()
+        if not self.mark_ended() or session.closed:
+            return
+        request = model(lease_id=self.lease_id)
+        about = {"lease": self.lease_id, "epoch": self.epoch}
+        try:
+            await session.ask_for_lease(request, partial(session.on_lease_end, request))
+        except CacheUnavailable as error:
+            logger.info("lease %r ended with its cache, or will soon: %s", self.lease_id, error, extra=about)
+        except (StaleEpoch, LeaseExpired) as error:
+            logger.info("lease %r ended with its session: %s", self.lease_id, error, extra=about)
 
     async def __aenter__(self) -> Self:
         return self
@@ -303,7 +413,7 @@ class Lease:
         await (self.release() if kind is None else self.abort())
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
-        if not self._ended and not self.client.closed and self.transport.lost is None:
+        if not self._ended and not self.client.session.closed and self.transport.lost is None:
             advice = "end each lease with `async with`, release() or abort()"
             warn(f"{self!r} was never ended: its slots stay held; {advice}", ResourceWarning, source=self)
 
@@ -317,10 +427,19 @@ class Lease:
         state = "ended" if self._ended else f"prefix_len={self.prefix_len}, published_len={self.published_len}"
         return f"Lease({shown(self.lease_id)}, {state}, num_slots={len(self)})"
 
-    # ---------------------------------------------------------------- for the client alone
+    # ---------------------------------------------------------------- for the parts of this package
 
     def check_open(self) -> None:
-        """Raise UnknownLease if the lease has ended, or the loss of its session."""
+        """Raise an error unless the lease is open, on its client's event loop.
+
+        Raises:
+            InvalidRequest: the client is closed, or belongs to another event loop.
+            UnknownLease: the lease has ended.
+            CacheError: the session's loss, with which the lease has ended.
+        """
+        session = self.client.session
+        if session.closed or session.loop is not asyncio.get_running_loop():
+            session.check_usable()
         if self._ended:
             raise UnknownLease(f"lease {self.lease_id!r} has ended")
         if (lost := self.transport.lost) is not None:
@@ -341,21 +460,22 @@ class Lease:
         if self._extending:
             raise InvalidRequest(f"lease {self.lease_id!r} is being extended: await that first")
 
-    def settled_size(self) -> tuple[int, int]:
-        """Return the numbers of tokens and of pages that the lease covers; InvalidRequest if it is being extended."""
-        self._check_not_extending()
-        return self._held.num_slots, len(self._held.starts)
-
-    @contextmanager
-    def hand_over(self) -> Iterator[None]:
-        """Mark this object as ended while the block offers the lease; if the block fails, the object is as before."""
-        self._check_not_extending()
+    def mark_offered(self, offer_id: str) -> None:
+        """Mark the lease as ended here: the cache has offered it in the same step in which it granted it."""
         self._ended = True
-        try:
-            yield
-        except BaseException:
-            self._ended = False
-            raise
+        self.offered = self._grant_of(self.prefix_len, len(self), offer_id)
+
+    def _grant_of(self, prefix_len: int, num_slots: int, offer_id: str) -> LeaseGrant:
+        """Return the grant of this lease, which the cache has offered."""
+        return LeaseGrant(
+            lease_id=self.lease_id,
+            granter=self.client.session.session_id,
+            epoch=self.epoch,
+            prefix_len=prefix_len,
+            published_len=self.published_len,
+            num_slots=num_slots,
+            offer_id=offer_id,
+        )
 
     def mark_ended(self) -> bool:
         """Mark the lease as ended. Return False if it had ended already, or was lost with its session."""
@@ -368,13 +488,13 @@ class Lease:
         if type(tokens) is np.ndarray and tokens.dtype in PACKED_DTYPES:
             self._dtype = tokens.dtype
 
-    def reuse_packed(self, tokens: Any) -> TokenIds | None:
+    def _reuse_packed(self, tokens: Any) -> TokenIds | None:
         """Return the ids that were sent to the cache if `tokens` are the same ids in the same form; else None."""
         if type(tokens) is np.ndarray and tokens.dtype is self._dtype and tokens.ndim == 1:
             return self._tokens if tokens.tobytes() == self._tokens.data else None
         return None
 
-    def cut_unsent(self, tokens: TokenIds) -> TokenIds:
+    def _cut_unsent(self, tokens: TokenIds) -> TokenIds:
         """Return the ids of `tokens` that were not yet sent to the cache.
 
         Raises:
@@ -389,7 +509,7 @@ class Lease:
             raise InvalidRequest("the tokens to insert must begin with those that the lease was acquired for")
         return tokens.slice(min(len(known), num_tokens), num_tokens)
 
-    def check_next(self, num_tokens: int, more: TokenIds) -> None:
+    def _check_next(self, num_tokens: int, more: TokenIds) -> None:
         """Raise InvalidRequest unless `more` follows the known tokens up to `num_tokens`, which the lease covers."""
         if not 0 <= num_tokens <= self._held.num_slots:
             raise InvalidRequest(
@@ -400,12 +520,12 @@ class Lease:
                 f"more must have the ids of tokens [{self.known_len}, {num_tokens}), not {len(more)} ids"
             )
 
-    def mark_request(self) -> RequestMark:
+    def _mark_request(self) -> RequestMark:
         """Number a new request, and return its mark."""
         self._num_requests += 1
         return self.published_len, self._num_requests
 
-    def on_insert(
+    def _on_insert(
         self,
         tokens: TokenIds | int,
         release: bool,
@@ -445,7 +565,7 @@ class Lease:
         if self.on_change is not None:
             self.on_change()
 
-    def on_window_release(self, mark: RequestMark, outcome: Outcome) -> None:
+    def _on_window_release(self, mark: RequestMark, outcome: Outcome) -> None:
         """Update the lease after a release of its window; any later response also has its window slots."""
         number = mark[1]
         if isinstance(outcome, WindowResponse):
@@ -458,7 +578,7 @@ class Lease:
             raise CacheUnavailable(f"an insert of lease {self.lease_id!r} was not answered: insert again, or abort it")
 
     @contextmanager
-    def guard_extend(self) -> Iterator[tuple[int, int, int]]:
+    def _guard_extend(self) -> Iterator[tuple[int, int, int]]:
         """Allow one extend at a time; yield the tokens covered and the pages known before it, and its number.
 
         Only published pages count as known: the response to an earlier insert may be lost, so this one must repeat the
@@ -468,19 +588,10 @@ class Lease:
             raise InvalidRequest(f"lease {self.lease_id!r} is being extended already: await one extend first")
         self._extending = True
         try:
-            published_len, number = self.mark_request()
+            published_len, number = self._mark_request()
             yield self._held.num_slots, self._held.count_runs(published_len), number
         finally:
             self._extending = False
-
-    def on_extend(
-        self, response: ExtendResponse, known_pages: int, number: int, num_slots: int, num_added: int
-    ) -> torch.Tensor:
-        """Update the lease, which covers `num_slots` tokens now, and return the slots of the `num_added` last ones."""
-        self._answered = max(self._answered, number)
-        self._held.add_runs(number, known_pages, response.page_starts, response.swa_page_starts, num_slots)
-        self._check_slots_known()
-        return self._held.last_slots(num_added)
 
 
 class PendingLease(Coroutine[Any, Any, Lease]):

@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from functools import partial, wraps
+from functools import update_wrapper, wraps
 from itertools import count
 from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from raydix.actors.client.client_session import ClientSession
-from raydix.actors.client.connectors import LocalConnector, RayConnector
+from raydix.actors.client.connectors import Connector, LocalConnector, RayConnector
 from raydix.actors.client.event_reader import read_events
-from raydix.actors.client.lease import Lease, PendingLease, make_ownership_error, make_pending
+from raydix.actors.client.forwarding import forwarded_signature
+from raydix.actors.client.lease import Lease, make_ownership_error, make_pending
 from raydix.actors.client.loop_thread import LoopThread
 from raydix.actors.client.sync_lease import SyncLease, SyncPool
 from raydix.actors.sessions.bound_models import LAPSED
 from raydix.actors.transport.error_map import may_have_taken_effect
 from raydix.actors.transport.validation import (
     check_watchable,
-    checked_count,
     checked_namespace,
     checked_response,
-    checked_token_ids,
     checked_tokens,
     make_request,
 )
@@ -39,22 +38,15 @@ from raydix.schemas import (
     CacheConfig,
     CacheError,
     CacheStats,
-    CacheUnavailable,
     CheckInvariantsRequest,
     EventSnapshotRequest,
     EvictRequest,
     EvictResponse,
     ExplainRequest,
     ExplainResponse,
-    ExtendRequest,
-    ExtendResponse,
-    GrantRequest,
-    InsertRequest,
-    InsertResponse,
     InvalidRequest,
     KVEventBatch,
     KVEventSnapshot,
-    LeaseExpired,
     LeaseGrant,
     LeaseResponse,
     LockRequest,
@@ -65,8 +57,6 @@ from raydix.schemas import (
     PackedEvents,
     PrefetchRequest,
     PrefetchResponse,
-    ReleaseRequest,
-    ReleaseWindowRequest,
     ResetRequest,
     RetireRequest,
     RetireResponse,
@@ -75,33 +65,43 @@ from raydix.schemas import (
     SetWeightsRequest,
     SlimEventBatch,
     SlimEventSnapshot,
-    StaleEpoch,
     StatsRequest,
-    TakeBackRequest,
     TreeRequest,
     TreeResponse,
     UnknownLease,
     WaitingResponse,
     WeightsRequest,
     WeightsResponse,
-    WindowResponse,
-    WithdrawRequest,
 )
 from raydix.schemas.requests import DEVICE
 
 if TYPE_CHECKING:
-    import torch
-
     from raydix.actors.client.attached_pool import AttachedPool
-    from raydix.actors.client.protocols import Connector
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 M = TypeVar("M", bound=Message)
 
 _MAKING_SYNC = Lock()
+
+
+def _make_lease_verb(
+    verb: Callable[Concatenate[Lease, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[PrefixCacheClient, Lease, P], Coroutine[Any, Any, R]]:
+    """Return a method of clients that runs a verb of one of its leases."""
+    name = verb.__name__
+
+    def call(self: PrefixCacheClient, lease: Lease, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, R]:
+        now: Callable[..., Coroutine[Any, Any, R]] = getattr(Lease, name)  # tracing may have replaced it
+        return self._run_verb(lease, now(lease, *args, **kwargs))
+
+    returned = verb.__annotations__["return"]
+    call.__signature__ = forwarded_signature(call, verb).replace(return_annotation=returned)  # type: ignore[attr-defined]
+    method: Callable[..., Coroutine[Any, Any, R]] = update_wrapper(call, verb)
+    return method
 
 
 class PrefixCacheClient:
@@ -134,7 +134,6 @@ class PrefixCacheClient:
         self._cache = cache  # a local cache lives as long as its clients
         self.session = ClientSession(_connector_to(cache, watched), None if watched is not None else owner)
         self._lease_numbers = count(1)
-        self._offer_numbers = count(1)
         self._sync: SyncClient | None = None
 
     @property
@@ -234,7 +233,7 @@ class PrefixCacheClient:
             PoolExhausted: kinds "slots" and "mamba" alone: the lease gets no row, or no state. Raised immediately.
             InvalidRequest: an argument is wrong; `offer_s` must be a positive, finite number.
         """
-        offer_id = None if offer_s is None else f"{self.session.session_id}-{next(self._offer_numbers)}"
+        offer_id = None if offer_s is None else self.session.make_offer_id()
         request = make_request(
             LockRequest,
             lease_id=f"{self.session.session_id}-{next(self._lease_numbers)}",
@@ -249,8 +248,7 @@ class PrefixCacheClient:
         )
         lease = await self._request_lease(request, on_wait)
         if offer_id is not None:
-            with lease.hand_over():
-                lease.offered = self._grant_of(lease, lease.prefix_len, len(lease), offer_id)
+            lease.mark_offered(offer_id)
         return lease
 
     @make_pending
@@ -350,120 +348,22 @@ class PrefixCacheClient:
         session.writers.add_lease(lease)
         return lease
 
-    async def insert(
-        self,
-        lease: Lease,
-        tokens: Any,
-        *,
-        release: bool = False,
-        publish_state: bool = False,
-        boundary_len: int | None = None,
-    ) -> InsertResponse:
-        """`Lease.insert`. If the caller is cancelled, the insert still takes effect, and the lease is updated."""
-        self.check_lease(lease)
-        packed = lease.reuse_packed(tokens) or checked_tokens(tokens)
-        unsent, mark = lease.cut_unsent(packed), lease.mark_request()
-        request = make_request(
-            InsertRequest,
-            lease_id=lease.lease_id,
-            num_tokens=len(packed),
-            suffix=unsent,
-            release=release,
-            publish_state=publish_state,
-            known_len=mark[0],
-            boundary_len=boundary_len,
-        )
-        publishes_boundary = boundary_len is not None and not publish_state
-        note = partial(lease.on_insert, packed, request.release, publishes_boundary, mark)
-        return checked_response(InsertResponse, await self.session.ask_for_lease(request, note))
+    insert = _make_lease_verb(Lease.insert)
+    insert_next = _make_lease_verb(Lease.insert_next)
+    preempt = _make_lease_verb(Lease.preempt)
+    extend = _make_lease_verb(Lease.extend)
+    confirm_open = _make_lease_verb(Lease.confirm_open)
+    release_window = _make_lease_verb(Lease.release_window)
+    release = unlock = _make_lease_verb(Lease.release)
+    abort = _make_lease_verb(Lease.abort)
+    grant = _make_lease_verb(Lease.grant)
 
-    async def insert_next(self, lease: Lease, num_tokens: int, more: Any = ()) -> InsertResponse:
-        """`Lease.insert_next`. If the caller is cancelled, the insert still takes effect, and the lease is updated."""
-        self.check_lease(lease)
-        suffix = checked_token_ids(more)
-        request = make_request(
-            InsertRequest,
-            lease_id=lease.lease_id,
-            num_tokens=num_tokens,
-            suffix=suffix,
-            known_len=lease.published_len,
-        )
-        lease.check_next(request.num_tokens, suffix)
-        note = partial(lease.on_insert, request.num_tokens, False, False, lease.mark_request())
-        return checked_response(InsertResponse, await self.session.ask_for_lease(request, note))
-
-    async def preempt(
-        self, lease: Lease, tokens: Any, *, publish_state: bool = False, boundary_len: int | None = None
-    ) -> None:
-        """`Lease.preempt`."""
-        if len(packed := checked_token_ids(tokens)):
-            await self.insert(lease, packed, release=True, publish_state=publish_state, boundary_len=boundary_len)
-        else:
-            self.check_lease(lease)
-            await self.release(lease)
-
-    async def extend(self, lease: Lease, num_tokens: int, *, timeout_s: float | None = None) -> torch.Tensor:
-        """`Lease.extend`."""
-        self.check_lease(lease)
-        if type(num_tokens) is not int or num_tokens < 1:
-            num_tokens = checked_count(num_tokens)
-        with lease.guard_extend() as (covered, known_pages, number):
-            request = make_request(
-                ExtendRequest,
-                lease_id=lease.lease_id,
-                num_slots=covered + num_tokens,
-                known_pages=known_pages,
-                timeout_s=timeout_s,
-            )
-            with self.session.undo_on_failure(WithdrawRequest, lease_id=lease.lease_id):
-                response = checked_response(ExtendResponse, await self.session.ask_for_lease(request))
-            return lease.on_extend(response, known_pages, number, request.num_slots, num_tokens)
-
-    async def confirm_open(self, lease: Lease) -> None:
-        """`Lease.confirm_open`: an `extend` to the lease's own size. An empty lease has nothing to confirm."""
-        self.check_lease(lease)
-        num_slots, num_pages = lease.settled_size()
-        if num_slots:
-            request = make_request(
-                ExtendRequest, lease_id=lease.lease_id, num_slots=num_slots, known_pages=num_pages, timeout_s=0.0
-            )
-            checked_response(ExtendResponse, await self.session.ask_for_lease(request))
-
-    async def release_window(self, lease: Lease, up_to: int) -> None:
-        """`Lease.release_window`. If the caller is cancelled, it still takes effect, and the lease is updated."""
-        self.check_lease(lease)
-        request = make_request(ReleaseWindowRequest, lease_id=lease.lease_id, up_to=up_to)
-        note = partial(lease.on_window_release, lease.mark_request())
-        checked_response(WindowResponse, await self.session.ask_for_lease(request, note))
-
-    async def release(self, lease: Lease) -> None:
-        """`Lease.release`."""
-        await self._end_lease(lease, ReleaseRequest)
-
-    async def unlock(self, lease: Lease) -> None:
-        """`Lease.release`, for a lease from `lock`."""
-        await self.release(lease)
-
-    async def abort(self, lease: Lease) -> None:
-        """`Lease.abort`."""
-        await self._end_lease(lease, AbortRequest)
-
-    async def _end_lease(self, lease: Lease, model: type[ReleaseRequest | AbortRequest]) -> None:
+    async def _run_verb(self, lease: Lease, verb: Coroutine[Any, Any, R]) -> R:
+        """Run the coroutine of a verb of `lease`, which must be this client's."""
         if getattr(lease, "client", None) is not self:
+            verb.close()
             raise make_ownership_error(lease)
-        session = self.session
-        if not session.closed:
-            session.check_usable()
-        if not lease.mark_ended() or session.closed:
-            return
-        request = model(lease_id=lease.lease_id)
-        about = {"lease": lease.lease_id, "epoch": lease.epoch}
-        try:
-            await session.ask_for_lease(request, partial(session.on_lease_end, request))
-        except CacheUnavailable as error:
-            logger.info("lease %r ended with its cache, or will soon: %s", lease.lease_id, error, extra=about)
-        except (StaleEpoch, LeaseExpired) as error:
-            logger.info("lease %r ended with its session: %s", lease.lease_id, error, extra=about)
+        return await verb
 
     def check_lease(self, lease: Lease) -> None:
         """Raise an error unless this is an open lease of this client, on the client's event loop.
@@ -475,39 +375,9 @@ class PrefixCacheClient:
         """
         if getattr(lease, "client", None) is not self:
             raise make_ownership_error(lease)
-        session = self.session
-        if session.closed or session.loop is not asyncio.get_running_loop():
-            session.check_usable()
         lease.check_open()
 
     # ---------------------------------------------------------------- grants
-
-    async def grant(self, lease: Lease, *, timeout_s: float | None = None) -> LeaseGrant:
-        """`Lease.grant`. If the caller is cancelled, the offer is withdrawn and the lease is as before.
-
-        lease = await scheduler.acquire(tokens)
-        grant = await lease.grant(timeout_s=5)  # pickles
-        lease = await worker.adopt(grant)  # in another process, within 5 s
-        """
-        self.check_lease(lease)
-        session, lease_id = self.session, lease.lease_id
-        offer_id = f"{session.session_id}-{next(self._offer_numbers)}"
-        request = make_request(GrantRequest, lease_id=lease_id, offer_id=offer_id, timeout_s=timeout_s)
-        with lease.hand_over(), session.undo_on_failure(TakeBackRequest, lease_id=lease_id, offer_id=offer_id):
-            offered = checked_response(LeaseResponse, await session.ask_for_lease(request))
-        return self._grant_of(lease, offered.prefix_len, offered.num_slots, offer_id)
-
-    def _grant_of(self, lease: Lease, prefix_len: int, num_slots: int, offer_id: str) -> LeaseGrant:
-        """Return the grant of a lease that the cache has offered."""
-        return LeaseGrant(
-            lease_id=lease.lease_id,
-            granter=self.session.session_id,
-            epoch=lease.epoch,
-            prefix_len=prefix_len,
-            published_len=lease.published_len,
-            num_slots=num_slots,
-            offer_id=offer_id,
-        )
 
     async def revoke(self, grant: LeaseGrant) -> bool:
         """End a lease that this client granted, if it has not been adopted.
@@ -832,25 +702,20 @@ class PrefixCacheClient:
 def _make_plain(
     verb: Callable[Concatenate[PrefixCacheClient, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[SyncClient, P], R]:
+    return _make_wrapping(verb, lambda client, result: result)
+
+
+def _make_wrapping(
+    verb: Callable[Concatenate[PrefixCacheClient, P], Coroutine[Any, Any, R]],
+    wrapper: Callable[[SyncClient, R], S],
+    undo: Callable[[R], Coroutine[Any, Any, Any]] | None = None,
+) -> Callable[Concatenate[SyncClient, P], S]:
     name = verb.__name__
 
     @wraps(verb)
-    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> S:
         now: Callable[P, Coroutine[Any, Any, R]] = getattr(self.client, name)  # tracing may have replaced it
-        return self.run(now(*args, **kwargs))
-
-    return call
-
-
-def _make_leasing(
-    verb: Callable[Concatenate[Any, P], PendingLease],
-) -> Callable[Concatenate[SyncClient, P], SyncLease]:
-    name = verb.__name__
-
-    @wraps(verb)
-    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> SyncLease:
-        now: Callable[P, PendingLease] = getattr(self.client, name)
-        return SyncLease(self, self.run(now(*args, **kwargs), undo=_undo_lease))
+        return wrapper(self, self.run(now(*args, **kwargs), undo))
 
     return call
 
@@ -897,9 +762,9 @@ class SyncClient:
         return self.thread.run(coroutine, undo)
 
     match = _make_plain(PrefixCacheClient.match)
-    acquire = _make_leasing(PrefixCacheClient.acquire)
-    lock = _make_leasing(PrefixCacheClient.lock)
-    adopt = _make_leasing(PrefixCacheClient.adopt)
+    acquire = _make_wrapping(PrefixCacheClient.acquire, SyncLease, _undo_lease)
+    lock = _make_wrapping(PrefixCacheClient.lock, SyncLease, _undo_lease)
+    adopt = _make_wrapping(PrefixCacheClient.adopt, SyncLease, _undo_lease)
     revoke = _make_plain(PrefixCacheClient.revoke)
     bind_model = _make_plain(PrefixCacheClient.bind_model)
     prefetch = _make_plain(PrefixCacheClient.prefetch)
@@ -913,10 +778,7 @@ class SyncClient:
     tree = _make_plain(PrefixCacheClient.tree)
     check_invariants = _make_plain(PrefixCacheClient.check_invariants)
     event_snapshot = _make_plain(PrefixCacheClient.event_snapshot)
-
-    def attach_pool(self, mapped: bool | None = None, *, pin: bool | None = None) -> SyncPool:
-        """`PrefixCacheClient.attach_pool`."""
-        return SyncPool(self, self.run(self.client.attach_pool(mapped, pin=pin)))
+    attach_pool = _make_wrapping(PrefixCacheClient.attach_pool, SyncPool)
 
     def events(self, after_seq: int | None = None, *, tier: str = DEVICE) -> Iterator[KVEventBatch | SlimEventBatch]:
         """`PrefixCacheClient.events`, as an iterator that waits for each batch."""

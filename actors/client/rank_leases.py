@@ -12,9 +12,9 @@ from functools import partial
 from random import uniform
 from typing import Any, TypeVar
 
+from raydix.actors.client.forwarding import with_options_of
 from raydix.actors.client.lease import Lease
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
-from raydix.actors.client.protocols import LeaseClient
 from raydix.actors.client.shared_acquire import SharedAcquire
 from raydix.schemas import CacheBusy, CacheError, InvalidRequest, LeaseGrant, PoolExhausted
 
@@ -25,22 +25,8 @@ R = TypeVar("R")
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.001, 0.01
 
 
-async def acquire_ranks(
-    clients: Sequence[PrefixCacheClient],
-    tokens: Any,
-    *,
-    extra_key: str | None = None,
-    lora_id: str | None = None,
-    cache_salt: str | None = None,
-    new_tokens: int = 0,
-    max_prefix_len: int | None = None,
-    priority: int = 0,
-    timeout_s: float | None = None,
-    resumed: bool = False,
-    boundary_state: bool = False,
-    load: bool = True,
-    load_timeout_s: float | None = None,
-) -> list[Lease]:
+@with_options_of(PrefixCacheClient.acquire)
+async def acquire_ranks(clients: Sequence[PrefixCacheClient], tokens: Any, **options: Any) -> list[Lease]:
     """Acquire one lease per rank of a tensor-parallel engine, all with the same `prefix_len`, or none.
 
     Each rank has a cache of its own. The smallest prefix that all of them have, in the pool or in tiers below it, is
@@ -77,20 +63,7 @@ async def acquire_ranks(
         InvalidRequest: an argument is wrong, `clients` is empty or names a client twice, or the page sizes differ.
     """
     ranks = _checked_clients(clients)
-    shared = SharedAcquire(
-        tokens,
-        extra_key=extra_key,
-        lora_id=lora_id,
-        cache_salt=cache_salt,
-        new_tokens=new_tokens,
-        max_prefix_len=max_prefix_len,
-        priority=priority,
-        timeout_s=timeout_s,
-        resumed=resumed,
-        boundary_state=boundary_state,
-        load=load,
-        load_timeout_s=load_timeout_s,
-    )
+    shared = SharedAcquire(tokens, **options)
     await _gather(client.open() for client in ranks)
     if (time_s := shared.request.timeout_s) is None:
         time_s = ranks[0].session.config.leases.acquire_timeout_s
@@ -144,7 +117,7 @@ async def lease_ranks(
         leases = [*held, *await asyncio.gather(*takes)]
         for lease in leases:
             if lease.offered is None:
-                lease.client.check_lease(lease)
+                lease.check_open()
     except BaseException as error:
         for task in takes:
             task.cancel()
@@ -258,7 +231,7 @@ async def _end(lease: Lease) -> None:
         logger.warning("lease %r could not be released: %s", lease.lease_id, error, extra=about)
 
 
-async def _revoke(client: LeaseClient, grant: LeaseGrant) -> None:
+async def _revoke(client: PrefixCacheClient, grant: LeaseGrant) -> None:
     try:
         await client.revoke(grant)
     except CacheError as error:

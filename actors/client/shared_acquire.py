@@ -16,7 +16,7 @@ class SharedAcquire:
     """The arguments of an `acquire`, checked and packed once, for the clients of several caches.
 
     Args:
-        tokens: as in `PrefixCacheClient.acquire`, and so are the following.
+        tokens: as in `PrefixCacheClient.acquire`.
         options: the other arguments of `PrefixCacheClient.acquire`.
 
     Attributes:
@@ -27,12 +27,11 @@ class SharedAcquire:
         InvalidRequest: an argument is wrong; the message names it.
     """
 
-    def __init__(
-        self, tokens: Any, *, extra_key: str | None, lora_id: str | None, cache_salt: str | None, **options: Any
-    ) -> None:
-        packed, namespace = checked_tokens(tokens), checked_namespace(extra_key, lora_id, cache_salt)
+    def __init__(self, tokens: Any, **options: Any) -> None:
+        self.namespace = {name: options.pop(name, None) for name in ("extra_key", "lora_id", "cache_salt")}
+        packed, namespace = checked_tokens(tokens), checked_namespace(**self.namespace)
         self.request = make_request(AcquireRequest, lease_id="unsent", tokens=packed, namespace=namespace, **options)
-        self.namespace = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
+        self._options = self.namespace | options
 
     @property
     def max_prefix_len(self) -> int:
@@ -42,16 +41,5 @@ class SharedAcquire:
 
     def send(self, client: PrefixCacheClient, *, max_prefix_len: int | None, timeout_s: float | None) -> PendingLease:
         """Acquire a lease at the cache of a client, with another limit and another time than the request's."""
-        request = self.request
-        return client.acquire(
-            request.tokens,
-            **self.namespace,
-            new_tokens=request.new_tokens,
-            max_prefix_len=max_prefix_len,
-            priority=request.priority,
-            timeout_s=timeout_s,
-            resumed=request.resumed,
-            boundary_state=request.boundary_state,
-            load=request.load,
-            load_timeout_s=request.load_timeout_s,
-        )
+        changed = {"max_prefix_len": max_prefix_len, "timeout_s": timeout_s}
+        return client.acquire(self.request.tokens, **self._options | changed)

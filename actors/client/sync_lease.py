@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from functools import wraps
+from functools import partial, wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from raydix.actors.client.attached_pool import AttachedPool
-    from raydix.actors.client.protocols import CoroutineRunner
+    from raydix.actors.client.prefix_cache_client import SyncClient
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,19 +22,30 @@ R = TypeVar("R")
 
 def _make_plain_lease_verb(
     verb: Callable[Concatenate[Lease, P], Coroutine[Any, Any, R]],
+    undo: Callable[[Lease, R], Coroutine[Any, Any, Any]] | None = None,
 ) -> Callable[Concatenate[SyncLease, P], R]:
+    name = verb.__name__
+
     @wraps(verb)
     def call(self: SyncLease, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.owner.run(verb(self.lease, *args, **kwargs))
+        now: Callable[P, Coroutine[Any, Any, R]] = getattr(self.lease, name)  # tracing may have replaced it
+        return self.owner.run(now(*args, **kwargs), undo and partial(undo, self.lease))
 
     return call
 
 
+async def _revoke(lease: Lease, grant: LeaseGrant) -> None:
+    """Undo a grant after its caller was interrupted: the lease ends."""
+    await lease.client.revoke(grant)
+
+
 def _make_plain_ending(verb: Callable[[Lease], Coroutine[Any, Any, None]]) -> Callable[[SyncLease], None]:
+    run = _make_plain_lease_verb(verb)
+
     @wraps(verb)
     def call(self: SyncLease, /) -> None:
         if not self.owner.closed:  # closing has ended the lease
-            self.owner.run(verb(self.lease))
+            run(self)
 
     return call
 
@@ -47,7 +58,7 @@ class SyncLease:
         lease: the asynchronous lease.
     """
 
-    def __init__(self, owner: CoroutineRunner, lease: Lease) -> None:
+    def __init__(self, owner: SyncClient, lease: Lease) -> None:
         self.owner = owner
         self.lease = lease
 
@@ -57,12 +68,9 @@ class SyncLease:
     confirm_open = _make_plain_lease_verb(Lease.confirm_open)
     preempt = _make_plain_lease_verb(Lease.preempt)
     release_window = _make_plain_lease_verb(Lease.release_window)
+    grant = _make_plain_lease_verb(Lease.grant, undo=_revoke)
     release = _make_plain_ending(Lease.release)
     abort = _make_plain_ending(Lease.abort)
-
-    def grant(self, *, timeout_s: float | None = None) -> LeaseGrant:
-        """`Lease.grant`. If it is interrupted, the lease is as before, or has ended."""
-        return self.owner.run(self.lease.grant(timeout_s=timeout_s), undo=self.lease.client.revoke)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -148,7 +156,7 @@ class SyncPool:
         pool: the asynchronous pool; if it is mapped, its tensors can be used directly.
     """
 
-    def __init__(self, owner: CoroutineRunner, pool: AttachedPool) -> None:
+    def __init__(self, owner: SyncClient, pool: AttachedPool) -> None:
         self._owner = owner
         self.pool = pool
 

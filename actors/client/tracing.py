@@ -6,9 +6,10 @@ stop = trace_verbs()  # spans go to the process's tracer provider
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from raydix import schemas
@@ -21,7 +22,7 @@ _LEASING = ("lock", "acquire")  # `async with` accepts their results
 Attributes = dict[str, str | int]
 Verb = Callable[..., Awaitable[Any]]
 
-_untraced: dict[str, Verb] = {}  # the original verbs, while spans are made
+_untraced: dict[tuple[type, str], Verb] = {}  # the original verbs, while spans are made
 
 
 def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
@@ -46,39 +47,47 @@ def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
         raise ImportError("spans need OpenTelemetry: pip install opentelemetry-sdk") from error
     stop_tracing()
     tracer = trace.get_tracer("raydix", tracer_provider=tracer_provider)
-    for verb in traced_verbs():
-        _untraced[verb] = getattr(PrefixCacheClient, verb)
-        setattr(PrefixCacheClient, verb, _trace(verb, _untraced[verb], tracer))
+    for owner, verb in traced_verbs():
+        _untraced[owner, verb] = getattr(owner, verb)
+        setattr(owner, verb, _trace(verb, _untraced[owner, verb], tracer))
     return stop_tracing
 
 
-def traced_verbs() -> list[str]:
-    """Return the client's methods that get spans, as the classes of their requests say."""
+def traced_verbs() -> list[tuple[type, str]]:
+    """Return the methods of leases and clients that get spans, as the classes of their requests say."""
     public = [getattr(schemas, name) for name in schemas.__all__]
     requests = [model for model in public if isinstance(model, type) and issubclass(model, Message)]
-    return [request.traced_as for request in requests if request.traced_as is not None]
+    verbs = [request.traced_as for request in requests if request.traced_as is not None]
+    return [(Lease if hasattr(Lease, verb) else PrefixCacheClient, verb) for verb in verbs]
 
 
 def stop_tracing() -> None:
     """Stop making spans, if `trace_verbs` is active."""
     while _untraced:
-        setattr(PrefixCacheClient, *_untraced.popitem())
+        (owner, verb), original = _untraced.popitem()
+        setattr(owner, verb, original)
 
 
 def _trace(name: str, verb: Verb, tracer: Any) -> Verb:
     @wraps(verb)
-    async def traced(client: PrefixCacheClient, *args: Any, **kwargs: Any) -> Any:
-        attributes = _attributes_of(args[0] if args else None)
-        with tracer.start_as_current_span(f"raydix.{name}", attributes=attributes) as span:
-            answer = await verb(client, *args, **kwargs)
+    async def traced(owner: Lease | PrefixCacheClient, *args: Any, **kwargs: Any) -> Any:
+        with tracer.start_as_current_span(f"raydix.{name}", attributes=_attributes_of(owner)) as span:
+            answer = await verb(owner, *args, **kwargs)
             span.set_attributes(_attributes_of(answer))
             return answer
 
-    return make_pending(traced) if name in _LEASING else traced
+    arguments = signature(verb)
+
+    @wraps(verb)
+    def call(owner: Lease | PrefixCacheClient, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        arguments.bind(owner, *args, **kwargs)  # TypeError for a wrong argument, in the call
+        return traced(owner, *args, **kwargs)
+
+    return make_pending(call) if name in _LEASING else call
 
 
 def _attributes_of(value: Any) -> Attributes:
-    """Return the span attributes of an argument or a response."""
+    """Return the span attributes of a lease or a response."""
     if isinstance(value, Lease):
         lease: Attributes = {"raydix.lease": value.lease_id, "raydix.epoch": value.epoch}
         found: Attributes = {"raydix.prefix_len": value.prefix_len, "raydix.loaded_len": sum(value.loaded)}

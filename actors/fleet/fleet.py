@@ -7,6 +7,7 @@ from functools import partial
 from types import NoneType, TracebackType
 from typing import Any, Self
 
+from raydix.actors.client.forwarding import with_options_of
 from raydix.actors.client.lease import Lease, make_pending
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
 from raydix.actors.client.shared_acquire import SharedAcquire
@@ -217,22 +218,8 @@ class Fleet:
         return [feed.client for feed in member.feeds]
 
     @make_pending
-    async def acquire(
-        self,
-        tokens: Any,
-        *,
-        extra_key: str | None = None,
-        lora_id: str | None = None,
-        cache_salt: str | None = None,
-        new_tokens: int = 0,
-        max_prefix_len: int | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        resumed: bool = False,
-        boundary_state: bool = False,
-        load: bool = True,
-        load_timeout_s: float | None = None,
-    ) -> Lease:
+    @with_options_of(PrefixCacheClient.acquire)
+    async def acquire(self, tokens: Any, **options: Any) -> Lease:
         """Route a request, and acquire a lease at its cache; if that cache refuses, at the next best.
 
         First each cache is asked without waiting, 16 at most. If all have too few slots, the request waits at the best
@@ -253,20 +240,7 @@ class Fleet:
             CacheUnavailable: no cache has answered, or none was alive for `timeout_s` of `connect_fleet`.
             InvalidRequest: an argument is wrong, or all caches are of ranks; the message says which and why.
         """
-        shared = SharedAcquire(
-            tokens,
-            extra_key=extra_key,
-            lora_id=lora_id,
-            cache_salt=cache_salt,
-            new_tokens=new_tokens,
-            max_prefix_len=max_prefix_len,
-            priority=priority,
-            timeout_s=timeout_s,
-            resumed=resumed,
-            boundary_state=boundary_state,
-            load=load,
-            load_timeout_s=load_timeout_s,
-        )
+        shared = SharedAcquire(tokens, **options)
         await self.members.wait_alive()
         prompt = self.chooser.prompt_of(shared.request.tokens, shared.request.namespace)
         deadline = self.members.loop.time() + self._timeout_s

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -174,6 +174,23 @@ def test_the_reference_has_the_names_that_guides_import_from_modules(site: Path)
 
     assert "raydix.actors.huggingface.worker.TransformersWorker" in imported
     assert imported - anchors_of_reference(site) == set()
+
+
+def without_layout(code: str) -> str:
+    """Return code without spaces, quotes of annotations, and the commas that end lines of arguments."""
+    return re.sub(r"[\s']|,(?=\s*\))", "", code)
+
+
+@pytest.mark.parametrize(
+    "path", ["Fleet.acquire", "PrefixCacheClient.insert", "PrefixCacheClient.grant", "acquire_ranks"]
+)
+def test_the_reference_has_the_arguments_that_are_passed_on(site: Path, path: str) -> None:
+    verb = reduce(getattr, path.split("."), importlib.import_module("raydix.actors"))
+    shown = inspect.signature(verb)
+    shown = shown.replace(parameters=[part for name, part in shown.parameters.items() if name != "self"])
+    (page,) = (page for page in pages_of(site).values() if f"raydix.actors.{path}" in page.anchors)
+
+    assert without_layout(f"{verb.__name__}{shown}") in without_layout(page.text)
 
 
 def models_in(model: type[BaseModel]) -> Iterator[type[BaseModel]]:

@@ -171,7 +171,7 @@ def a_growth_tells_of_new_pages_alone_unless_an_answer_is_known_to_be_lost(patch
             in_doubt = lease._unanswered > lease._answered
             yield covered, known_pages if in_doubt else len(lease._held.starts), number
 
-    around(patch, Lease, "guard_extend", guard_extend)
+    around(patch, Lease, "_guard_extend", guard_extend)
 
 
 @fault
@@ -189,7 +189,7 @@ def a_release_of_the_window_that_was_not_answered_leaves_no_doubt(patch: Patch) 
         if isinstance(outcome, WindowResponse):
             original(lease, asked, outcome)
 
-    around(patch, Lease, "on_window_release", note)
+    around(patch, Lease, "_on_window_release", note)
 
 
 async def test_a_client_knows_its_lease_as_the_cache_does_or_says_that_it_does_not() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.caches.cache_under_test import CacheUnderTest
+from support.caches.unheard_loss import expire_unheard
 
 from raydix.actors import LocalPrefixCache
-from raydix.schemas import CacheConfig, InvalidRequest, PoolConfig
+from raydix.schemas import CacheConfig, InvalidRequest, LeaseExpired, PoolConfig
 
 
 async def test_arithmetic_on_a_leases_tensors_changes_no_lease(cache: CacheUnderTest) -> None:
@@ -56,6 +57,18 @@ async def test_pages_are_a_block_table_of_the_slots(cache: CacheUnderTest) -> No
             assert pages.dtype == torch.int64
             assert len(pages) == -(-len(lease) // page)
             assert slots.tolist() == [int(pages[i // page]) * page + i % page for i in range(len(slots))]
+
+
+async def test_slots_and_pages_can_be_read_after_the_session_is_lost() -> None:
+    async with LocalPrefixCache(CacheConfig(page_size=4, pool=PoolConfig(num_slots=32, device="cpu"))) as cache:
+        lease = await cache.acquire([1, 2, 3, 4])
+        before = lease.slots.tolist(), lease.pages.tolist()
+        await expire_unheard(cache, cache.session)
+        with pytest.raises(LeaseExpired):
+            await lease.extend(1)
+
+        assert not cache.session.ready
+        assert (lease.slots.tolist(), lease.pages.tolist()) == before
 
 
 async def test_a_lease_of_no_token_has_no_page(cache1: CacheUnderTest) -> None:

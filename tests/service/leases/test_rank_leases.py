@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from inspect import signature
 from random import Random
 from typing import Any
 
@@ -16,7 +15,7 @@ from support.caches.cache_kinds import KINDS, PAGES_OF_ONE, KindUnderTest, mamba
 from support.caches.cache_under_test import CacheUnderTest, Pages, small_config
 from support.more import more
 
-from raydix.actors import Fleet, Lease, LocalPrefixCache, PrefixCacheClient, acquire_ranks, start_cache
+from raydix.actors import Lease, LocalPrefixCache, PrefixCacheClient, acquire_ranks, start_cache
 from raydix.actors.client import rank_leases
 from raydix.actors.client.rank_leases import lease_ranks, revoke_grants
 from raydix.actors.client.shared_acquire import SharedAcquire
@@ -640,15 +639,6 @@ async def test_the_caches_have_one_page_size() -> None:
 
 
 # ---------------------------------------------------------------- the same arguments
-
-
-def test_ranks_and_routers_take_the_arguments_of_acquire() -> None:
-    def options(verb: Callable[..., Any]) -> dict[str, Any]:
-        return {
-            name: part.default for name, part in signature(verb).parameters.items() if part.kind is part.KEYWORD_ONLY
-        }
-
-    assert options(acquire_ranks) == options(Fleet.acquire) == options(PrefixCacheClient.acquire)
 
 
 async def test_each_argument_of_a_shared_acquire_reaches_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from support.caches.cache_under_test import small_config
 from support.tiers.gated_loads import host_config, publish_on_host
 
-from raydix.actors import LocalPrefixCache, PrefixCacheClient
+from raydix.actors import LocalPrefixCache
 from raydix.actors.client.tracing import stop_tracing, trace_verbs, traced_verbs
 from raydix.schemas import PoolExhausted
 
@@ -94,11 +94,11 @@ async def test_a_refused_request_tells_its_error(spans: Any) -> None:
 
 async def test_nothing_is_traced_before_or_after() -> None:
     verbs = traced_verbs()
-    before = [getattr(PrefixCacheClient, verb) for verb in verbs]
+    before = [getattr(owner, verb) for owner, verb in verbs]
 
     stop = trace_verbs()
-    assert all(getattr(PrefixCacheClient, verb) is not old for verb, old in zip(verbs, before, strict=True))
+    assert all(getattr(owner, verb) is not old for (owner, verb), old in zip(verbs, before, strict=True))
     trace_verbs()
     stop()
 
-    assert [getattr(PrefixCacheClient, verb) for verb in verbs] == before
+    assert [getattr(owner, verb) for owner, verb in verbs] == before
