@@ -53,12 +53,6 @@ class ContentCheck:
         for words in self._pages:
             words.view(np.uint8)[pages] = _POISON
 
-    def is_poisoned(self, starts: Starts) -> NDArray[np.bool_]:
-        """Return which of these pages hold only poison."""
-        pages = starts // self.page_size
-        whole = [(words.view(np.uint8)[pages] == _POISON).all(axis=1) for words in self._pages]
-        return np.logical_and.reduce(whole) if whole else np.ones(len(pages), np.bool_)
-
     def publish(self, starts: Starts) -> None:
         """Keep a checksum of each page, which must not change until it is freed. A known checksum stays as it is."""
         if not self._pages:

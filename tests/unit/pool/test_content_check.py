@@ -40,7 +40,6 @@ def test_poison_is_nan_in_the_slots_named_and_nowhere_else(dtype: str) -> None:
         is_nan = tensor.float().isnan().flatten(1)
         assert torch.equal(is_nan.all(1), is_nan.any(1))
         assert is_nan.any(1).nonzero().flatten().tolist() == [*range(8, 12), *range(20, 24)]
-    assert check.is_poisoned(pages(1, 2, 5)).tolist() == [False, True, True]
 
 
 def test_poison_of_bytes_is_their_largest_value() -> None:
@@ -115,4 +114,3 @@ def test_a_pool_without_tensors_has_nothing_to_check() -> None:
     check.publish(pages(1))
     check.verify(pages(1, 2))
     check.poison(pages(1))
-    assert check.is_poisoned(pages(1)).all()
