@@ -31,60 +31,22 @@ from typing import TYPE_CHECKING
 
 from raydix.schemas.lazy_names import lazy_names
 
-if TYPE_CHECKING:
-    from raydix.actors.client.attached_pool import AttachedPool
-    from raydix.actors.client.lease import Lease, Loaded
-    from raydix.actors.client.local_prefix_cache import LocalPrefixCache
-    from raydix.actors.client.prefix_cache_client import PrefixCacheClient
-    from raydix.actors.client.rank_leases import acquire_ranks
-    from raydix.actors.client.watched_actor import WatchedActor
-    from raydix.actors.cluster.deploy import (
-        connect,
-        shutdown_cache,
-        start_cache,
-        start_cache_async,
-    )
-    from raydix.actors.cluster.placement import beside
-    from raydix.actors.fleet.fleet import Fleet, connect_fleet
-    from raydix.actors.fleet.route import Route
-    from raydix.actors.service.cache_actor import PrefixCacheActor
-
-__all__ = [
-    "AttachedPool",
-    "Fleet",
-    "Lease",
-    "Loaded",
-    "LocalPrefixCache",
-    "PrefixCacheActor",
-    "PrefixCacheClient",
-    "Route",
-    "WatchedActor",
-    "acquire_ranks",
-    "beside",
-    "connect",
-    "connect_fleet",
-    "shutdown_cache",
-    "start_cache",
-    "start_cache_async",
-]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "client.attached_pool": "AttachedPool",
-        "client.lease": "Lease Loaded",
-        "client.local_prefix_cache": "LocalPrefixCache",
-        "client.prefix_cache_client": "PrefixCacheClient",
-        "client.rank_leases": "acquire_ranks",
-        "cluster.deploy": "connect shutdown_cache start_cache start_cache_async",
-        "cluster.placement": "beside",
-        "fleet.fleet": "Fleet connect_fleet",
-        "fleet.route": "Route",
-        "service.cache_actor": "PrefixCacheActor",
-        "client.watched_actor": "WatchedActor",
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:  # the one list of public names: `lazy_names` reads it
+    from raydix.actors.client.attached_pool import AttachedPool as AttachedPool
+    from raydix.actors.client.lease import Lease as Lease
+    from raydix.actors.client.lease import Loaded as Loaded
+    from raydix.actors.client.local_prefix_cache import LocalPrefixCache as LocalPrefixCache
+    from raydix.actors.client.prefix_cache_client import PrefixCacheClient as PrefixCacheClient
+    from raydix.actors.client.rank_leases import acquire_ranks as acquire_ranks
+    from raydix.actors.client.watched_actor import WatchedActor as WatchedActor
+    from raydix.actors.cluster.deploy import connect as connect
+    from raydix.actors.cluster.deploy import shutdown_cache as shutdown_cache
+    from raydix.actors.cluster.deploy import start_cache as start_cache
+    from raydix.actors.cluster.deploy import start_cache_async as start_cache_async
+    from raydix.actors.cluster.placement import beside as beside
+    from raydix.actors.fleet.fleet import Fleet as Fleet
+    from raydix.actors.fleet.fleet import connect_fleet as connect_fleet
+    from raydix.actors.fleet.route import Route as Route
+    from raydix.actors.service.cache_actor import PrefixCacheActor as PrefixCacheActor
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__)

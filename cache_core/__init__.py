@@ -26,82 +26,49 @@ How a request runs, inside the core:
     KVCache.release            unlocks the path and frees the pages that are still private
 """
 
-from raydix.cache_core.base_prefix_cache import BasePrefixCache, EvictResult, InsertResult, MatchResult
-from raydix.cache_core.chunk_cache import ChunkCache
-from raydix.cache_core.components.lru_list import LRUList
-from raydix.cache_core.components.mamba_tree_node import MambaTreeNode
-from raydix.cache_core.errors import (
-    ContentError,
-    CoreError,
-    ExpiredLeaseError,
-    InvalidKeyError,
-    LeaseRangeError,
-    LockError,
-    OutOfSlotsError,
-    SlotError,
-    StaleNodeError,
-    UnknownLeaseError,
-)
-from raydix.cache_core.fleet_index.page_hashes import page_hashes
-from raydix.cache_core.fleet_index.page_index import Applied, PageIndex
-from raydix.cache_core.leases.kv_cache import KVCache
-from raydix.cache_core.leases.leased_cache import LeasedCache
-from raydix.cache_core.mamba_radix_cache import MambaRadixCache
-from raydix.cache_core.pool.kv_pool import KVPool
-from raydix.cache_core.pool.mamba_pool import MambaPool
-from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator
-from raydix.cache_core.pool.pool_layout import PoolLayout
-from raydix.cache_core.pool.record_pool import RecordLayout, RecordPool
-from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator
-from raydix.cache_core.radix_cache import RadixCache
-from raydix.cache_core.radix_trie import RadixTrie
-from raydix.cache_core.rows.prefix_cache_manager import PrefixCacheManager, SlotAllocator
-from raydix.cache_core.rows.row_cache import RowCache
-from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
-from raydix.cache_core.tree.radix_key import RadixKey
-from raydix.cache_core.tree.tree_node import TreeNode
-from raydix.cache_core.trie.trie_node import TrieNode
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Applied",
-    "BasePrefixCache",
-    "ChunkCache",
-    "ContentError",
-    "CoreError",
-    "EvictResult",
-    "ExpiredLeaseError",
-    "InsertResult",
-    "InvalidKeyError",
-    "KVCache",
-    "KVPool",
-    "LRUList",
-    "LeaseRangeError",
-    "LeasedCache",
-    "LockError",
-    "MambaPool",
-    "MambaRadixCache",
-    "MambaTreeNode",
-    "MatchResult",
-    "OutOfSlotsError",
-    "PageIndex",
-    "PoolLayout",
-    "PrefixCacheManager",
-    "RadixCache",
-    "RadixKey",
-    "RadixTrie",
-    "RecordLayout",
-    "RecordPool",
-    "RowCache",
-    "SWATokenToKVPoolAllocator",
-    "SlotAllocator",
-    "SlotError",
-    "StaleNodeError",
-    "TokenToKVPoolAllocator",
-    "TreeNode",
-    "TrieNode",
-    "UnknownLeaseError",
-    "hash_bytes",
-    "hash_to_int64",
-    "hash_token_ids",
-    "page_hashes",
-]
+from raydix.cache_core.base_prefix_cache import BasePrefixCache as BasePrefixCache
+from raydix.cache_core.base_prefix_cache import EvictResult as EvictResult
+from raydix.cache_core.base_prefix_cache import InsertResult as InsertResult
+from raydix.cache_core.base_prefix_cache import MatchResult as MatchResult
+from raydix.cache_core.chunk_cache import ChunkCache as ChunkCache
+from raydix.cache_core.components.lru_list import LRUList as LRUList
+from raydix.cache_core.components.mamba_tree_node import MambaTreeNode as MambaTreeNode
+from raydix.cache_core.errors import ContentError as ContentError
+from raydix.cache_core.errors import CoreError as CoreError
+from raydix.cache_core.errors import ExpiredLeaseError as ExpiredLeaseError
+from raydix.cache_core.errors import InvalidKeyError as InvalidKeyError
+from raydix.cache_core.errors import LeaseRangeError as LeaseRangeError
+from raydix.cache_core.errors import LockError as LockError
+from raydix.cache_core.errors import OutOfSlotsError as OutOfSlotsError
+from raydix.cache_core.errors import SlotError as SlotError
+from raydix.cache_core.errors import StaleNodeError as StaleNodeError
+from raydix.cache_core.errors import UnknownLeaseError as UnknownLeaseError
+from raydix.cache_core.fleet_index.page_hashes import page_hashes as page_hashes
+from raydix.cache_core.fleet_index.page_index import Applied as Applied
+from raydix.cache_core.fleet_index.page_index import PageIndex as PageIndex
+from raydix.cache_core.leases.kv_cache import KVCache as KVCache
+from raydix.cache_core.leases.leased_cache import LeasedCache as LeasedCache
+from raydix.cache_core.mamba_radix_cache import MambaRadixCache as MambaRadixCache
+from raydix.cache_core.pool.kv_pool import KVPool as KVPool
+from raydix.cache_core.pool.mamba_pool import MambaPool as MambaPool
+from raydix.cache_core.pool.page_allocator import TokenToKVPoolAllocator as TokenToKVPoolAllocator
+from raydix.cache_core.pool.pool_layout import PoolLayout as PoolLayout
+from raydix.cache_core.pool.record_pool import RecordLayout as RecordLayout
+from raydix.cache_core.pool.record_pool import RecordPool as RecordPool
+from raydix.cache_core.pool.swa_page_allocator import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
+from raydix.cache_core.radix_cache import RadixCache as RadixCache
+from raydix.cache_core.radix_trie import RadixTrie as RadixTrie
+from raydix.cache_core.rows.prefix_cache_manager import PrefixCacheManager as PrefixCacheManager
+from raydix.cache_core.rows.prefix_cache_manager import SlotAllocator as SlotAllocator
+from raydix.cache_core.rows.row_cache import RowCache as RowCache
+from raydix.cache_core.tree.hashing import hash_bytes as hash_bytes
+from raydix.cache_core.tree.hashing import hash_to_int64 as hash_to_int64
+from raydix.cache_core.tree.hashing import hash_token_ids as hash_token_ids
+from raydix.cache_core.tree.radix_key import RadixKey as RadixKey
+from raydix.cache_core.tree.tree_node import TreeNode as TreeNode
+from raydix.cache_core.trie.trie_node import TrieNode as TrieNode
+
+if not TYPE_CHECKING:
+    __all__ = sorted(name for name, thing in vars().items() if getattr(thing, "__module__", "").startswith(__name__))

@@ -1,7 +1,7 @@
 """`TriePrefixCache`: a `RadixTrie` as a `BasePrefixCache`, so that leases can be opened over it.
 
 A block is a page, named by its first slot. Each lock marks its path as in use by a new sequence. All namespaces share
-one trie and one eviction order: each token in the trie includes its namespace and how often that was retired before.
+one trie and one eviction order: the first token of each prefix includes its namespace and how often that was retired.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from itertools import count
 from operator import index
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,14 @@ class PagePool(Protocol):
 
     def free_pages(self, starts: Starts) -> None:
         """Free pages, each named once by its first slot."""
+
+
+class FirstToken(NamedTuple):
+    """The first token of a prefix in the trie, so that equal tokens of two namespaces lie in different nodes."""
+
+    extra_key: str | None
+    times_retired: int
+    token: Hashable
 
 
 class TrieHandle:
@@ -127,7 +135,7 @@ class TriePrefixCache(BasePrefixCache):
         start, stop = from_node.end, len(key) - len(key) % self.page_size
         if start == stop:
             return PageInsert(stop, stop, from_node, starts[:0])
-        tokens = self._tokens(key[start:stop])
+        tokens = self._tokens(key[start:stop], start)
         there = len(self._trie.peek_prefix(tokens, from_node.node))
         node = self._trie.insert(tokens, starts.tolist(), from_node.node)
         incoming = set(starts.tolist())
@@ -189,7 +197,7 @@ class TriePrefixCache(BasePrefixCache):
 
         O(children of the root). Their pages are not matched any more, so they age and are evicted in LRU order.
         """
-        present = {_space_of(child.tokens[0]) for child in self._trie.root.children.values()}
+        present = {child.tokens[0][:2] for child in self._trie.root.children.values()}
         spaces = {extra_key for extra_key, _ in present}
         meant = {extra_key for extra_key, times in present if times == self._times_retired.get(extra_key, 0)}
         meant = {extra_key for extra_key in meant if is_meant(extra_key)}
@@ -238,16 +246,13 @@ class TriePrefixCache(BasePrefixCache):
         for trie in (self._trie, *self._retired):
             trie.check_invariants()
 
-    def _tokens(self, key: RadixKey) -> list[Hashable]:
-        """Return the tokens of a key with their namespace, as they are in the trie."""
-        try:
-            extra_key, times = key.extra_key, self._times_retired.get(key.extra_key, 0)
-        except AttributeError:
-            check_key(key)
-            raise
-        if times:
-            return [(extra_key, times, token) for token in key.token_ids]
-        return list(key.token_ids) if extra_key is None else [(extra_key, token) for token in key.token_ids]
+    def _tokens(self, key: RadixKey, start: int = 0) -> list[Hashable]:
+        """Return the tokens of a key as they are in the trie from token `start` on."""
+        check_key(key)
+        tokens: list[Hashable] = list(key.token_ids)
+        if tokens and not start:
+            tokens[0] = FirstToken(key.extra_key, self._times_retired.get(key.extra_key, 0), tokens[0])
+        return tokens
 
     def _new_trie(self) -> RadixTrie:
         return RadixTrie(self.page_size, on_displaced=lambda block: self._displaced.append(block))
@@ -255,13 +260,6 @@ class TriePrefixCache(BasePrefixCache):
     def _free(self, blocks: list[int]) -> None:
         if blocks and self.pool is not None:
             call_pool(self.pool.free_pages, np.array(blocks, np.int64))
-
-
-def _space_of(token: Hashable) -> tuple[str | None, int]:
-    """Return the namespace of a token in the trie, and how often that was retired before."""
-    if not isinstance(token, tuple) or isinstance(token[0], int):
-        return None, 0
-    return (token[0], 0) if len(token) == 2 else (token[0], token[1])
 
 
 def _outline_node(node: TrieNode) -> OutlineNode:
@@ -277,7 +275,7 @@ def _num_alike(nodes: list[TrieNode]) -> int:
 
 
 def _id_of(token: Any) -> int:
-    """Return the id of a token in the trie, without its namespace; of a pair, the first id."""
-    if isinstance(token, tuple) and not isinstance(token[0], int):
-        token = token[-1]
+    """Return the id of a token in the trie; of a pair, the first id."""
+    if isinstance(token, FirstToken):
+        token = token.token
     return int(token[0] if isinstance(token, tuple) else token)

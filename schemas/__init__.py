@@ -7,301 +7,124 @@ from typing import TYPE_CHECKING
 
 from raydix.schemas.lazy_names import lazy_names
 
-if TYPE_CHECKING:
-    from raydix.schemas.config import (
-        CacheConfig,
-        DiskConfig,
-        EvictionConfig,
-        GhostConfig,
-        HostConfig,
-        LeaseConfig,
-        MetricsConfig,
-        PoolConfig,
-    )
-    from raydix.schemas.errors import (
-        CacheBusy,
-        CacheError,
-        CacheUnavailable,
-        ConfigMismatch,
-        InvalidRequest,
-        LeaseExpired,
-        PoolExhausted,
-        StaleEpoch,
-        UnknownLease,
-    )
-    from raydix.schemas.events import (
-        AllBlocksCleared,
-        BlockHashes,
-        BlockRemoved,
-        BlockStored,
-        CacheLoad,
-        EventSnapshotRequest,
-        KVEvent,
-        KVEventBatch,
-        KVEventSnapshot,
-        NextEvents,
-        PackedEvents,
-        SlimEvent,
-        SlimEventBatch,
-        SlimEventSnapshot,
-    )
-    from raydix.schemas.explain import ExplainRequest, ExplainResponse
-    from raydix.schemas.fingerprint import (
-        BindModelRequest,
-        BindModelResponse,
-        ModelFingerprint,
-        SetWeightsRequest,
-        WeightsRequest,
-        WeightsResponse,
-    )
-    from raydix.schemas.leases import LeaseGrant, LeaseOwner
-    from raydix.schemas.message import Message
-    from raydix.schemas.namespace import frame_namespace, namespaces_of, unframe_namespace
-    from raydix.schemas.pool_handle import PoolHandle
-    from raydix.schemas.recording import RecordingStatus, StartRecording
-    from raydix.schemas.report import (
-        AgeCount,
-        CacheReport,
-        HistoryPoint,
-        NamespaceStats,
-        PrefixUse,
-        TreePart,
-    )
-    from raydix.schemas.requests import (
-        AbortRequest,
-        AcquireRequest,
-        AdoptRequest,
-        Batch,
-        CheckInvariantsRequest,
-        CloseSession,
-        EvictRequest,
-        ExtendRequest,
-        GrantRequest,
-        InsertRequest,
-        LockRequest,
-        MatchRequest,
-        OpenSession,
-        PrefetchRequest,
-        ReadKV,
-        ReleaseRequest,
-        ReleaseWindowRequest,
-        ResetRequest,
-        RetireRequest,
-        RevokeRequest,
-        SessionRef,
-        StatsRequest,
-        TakeBackRequest,
-        WaitRequest,
-        WithdrawRequest,
-        WriteKV,
-    )
-    from raydix.schemas.responses import (
-        Ack,
-        AdoptResponse,
-        BatchResponse,
-        EvictResponse,
-        ExtendResponse,
-        InsertResponse,
-        KVResponse,
-        LeaseResponse,
-        MatchResponse,
-        PrefetchResponse,
-        RetireResponse,
-        RevokeResponse,
-        SessionResponse,
-        WaitingResponse,
-        WindowResponse,
-    )
-    from raydix.schemas.routing import (
-        FleetCacheStats,
-        FleetStats,
-        ReplicaRouterStats,
-        RouteCandidate,
-        RouteConfig,
-        RouteExplanation,
-    )
-    from raydix.schemas.segment import Segment
-    from raydix.schemas.stats import (
-        CacheStats,
-        DiskPoolStats,
-        DiskTierStats,
-        EvictionTaskStats,
-        GhostStats,
-        Histogram,
-        LowerTierStats,
-        PoolStats,
-        TenantStats,
-        TierStats,
-        TooLarge,
-    )
-    from raydix.schemas.tenants import TenantConfig
-    from raydix.schemas.tokens import TokenIds
-    from raydix.schemas.tree import TreeBranch, TreeRequest, TreeResponse
-
-__all__ = [
-    "AbortRequest",
-    "Ack",
-    "AcquireRequest",
-    "AdoptRequest",
-    "AdoptResponse",
-    "AgeCount",
-    "AllBlocksCleared",
-    "Batch",
-    "BatchResponse",
-    "BindModelRequest",
-    "BindModelResponse",
-    "BlockHashes",
-    "BlockRemoved",
-    "BlockStored",
-    "CacheBusy",
-    "CacheConfig",
-    "CacheError",
-    "CacheLoad",
-    "CacheReport",
-    "CacheStats",
-    "CacheUnavailable",
-    "CheckInvariantsRequest",
-    "CloseSession",
-    "ConfigMismatch",
-    "DiskConfig",
-    "DiskPoolStats",
-    "DiskTierStats",
-    "EventSnapshotRequest",
-    "EvictRequest",
-    "EvictResponse",
-    "EvictionConfig",
-    "EvictionTaskStats",
-    "ExplainRequest",
-    "ExplainResponse",
-    "ExtendRequest",
-    "ExtendResponse",
-    "FleetCacheStats",
-    "FleetStats",
-    "GhostConfig",
-    "GhostStats",
-    "GrantRequest",
-    "Histogram",
-    "HistoryPoint",
-    "HostConfig",
-    "InsertRequest",
-    "InsertResponse",
-    "InvalidRequest",
-    "KVEvent",
-    "KVEventBatch",
-    "KVEventSnapshot",
-    "KVResponse",
-    "LeaseConfig",
-    "LeaseExpired",
-    "LeaseGrant",
-    "LeaseOwner",
-    "LeaseResponse",
-    "LockRequest",
-    "LowerTierStats",
-    "MatchRequest",
-    "MatchResponse",
-    "Message",
-    "MetricsConfig",
-    "ModelFingerprint",
-    "NamespaceStats",
-    "NextEvents",
-    "OpenSession",
-    "PackedEvents",
-    "PoolConfig",
-    "PoolExhausted",
-    "PoolHandle",
-    "PoolStats",
-    "PrefetchRequest",
-    "PrefetchResponse",
-    "PrefixUse",
-    "ReadKV",
-    "RecordingStatus",
-    "ReleaseRequest",
-    "ReleaseWindowRequest",
-    "ReplicaRouterStats",
-    "ResetRequest",
-    "RetireRequest",
-    "RetireResponse",
-    "RevokeRequest",
-    "RevokeResponse",
-    "RouteCandidate",
-    "RouteConfig",
-    "RouteExplanation",
-    "Segment",
-    "SessionRef",
-    "SessionResponse",
-    "SetWeightsRequest",
-    "SlimEvent",
-    "SlimEventBatch",
-    "SlimEventSnapshot",
-    "StaleEpoch",
-    "StartRecording",
-    "StatsRequest",
-    "TakeBackRequest",
-    "TenantConfig",
-    "TenantStats",
-    "TierStats",
-    "TokenIds",
-    "TooLarge",
-    "TreeBranch",
-    "TreePart",
-    "TreeRequest",
-    "TreeResponse",
-    "UnknownLease",
-    "WaitRequest",
-    "WaitingResponse",
-    "WeightsRequest",
-    "WeightsResponse",
-    "WindowResponse",
-    "WithdrawRequest",
-    "WriteKV",
-    "frame_namespace",
-    "namespaces_of",
-    "unframe_namespace",
-]
-
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "config": ("CacheConfig DiskConfig EvictionConfig GhostConfig HostConfig LeaseConfig MetricsConfig PoolConfig"),
-        "errors": (
-            "CacheBusy CacheError CacheUnavailable ConfigMismatch InvalidRequest LeaseExpired PoolExhausted "
-            "StaleEpoch UnknownLease"
-        ),
-        "events": (
-            "AllBlocksCleared BlockHashes BlockRemoved BlockStored CacheLoad EventSnapshotRequest KVEvent KVEventBatch "
-            "KVEventSnapshot NextEvents PackedEvents SlimEvent SlimEventBatch SlimEventSnapshot"
-        ),
-        "explain": "ExplainRequest ExplainResponse",
-        "fingerprint": (
-            "BindModelRequest BindModelResponse ModelFingerprint SetWeightsRequest WeightsRequest WeightsResponse"
-        ),
-        "leases": "LeaseGrant LeaseOwner",
-        "message": "Message",
-        "namespace": "frame_namespace namespaces_of unframe_namespace",
-        "pool_handle": "PoolHandle",
-        "recording": "RecordingStatus StartRecording",
-        "report": "AgeCount CacheReport HistoryPoint NamespaceStats PrefixUse TreePart",
-        "requests": (
-            "AbortRequest AcquireRequest AdoptRequest Batch CheckInvariantsRequest CloseSession EvictRequest "
-            "ExtendRequest GrantRequest InsertRequest LockRequest MatchRequest OpenSession PrefetchRequest ReadKV "
-            "ReleaseRequest ReleaseWindowRequest ResetRequest RetireRequest RevokeRequest SessionRef StatsRequest "
-            "TakeBackRequest WaitRequest WithdrawRequest WriteKV"
-        ),
-        "responses": (
-            "Ack AdoptResponse BatchResponse EvictResponse ExtendResponse InsertResponse KVResponse LeaseResponse "
-            "MatchResponse PrefetchResponse RetireResponse RevokeResponse SessionResponse WaitingResponse "
-            "WindowResponse"
-        ),
-        "routing": "FleetCacheStats FleetStats ReplicaRouterStats RouteCandidate RouteConfig RouteExplanation",
-        "segment": "Segment",
-        "stats": "CacheStats DiskPoolStats DiskTierStats EvictionTaskStats GhostStats Histogram LowerTierStats "
-        "PoolStats TenantStats TierStats TooLarge",
-        "tenants": "TenantConfig",
-        "tokens": "TokenIds",
-        "tree": "TreeBranch TreeRequest TreeResponse",
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return __all__
+if TYPE_CHECKING:  # the one list of public names: `lazy_names` reads it
+    from raydix.schemas.config import CacheConfig as CacheConfig
+    from raydix.schemas.config import DiskConfig as DiskConfig
+    from raydix.schemas.config import EvictionConfig as EvictionConfig
+    from raydix.schemas.config import GhostConfig as GhostConfig
+    from raydix.schemas.config import HostConfig as HostConfig
+    from raydix.schemas.config import LeaseConfig as LeaseConfig
+    from raydix.schemas.config import MetricsConfig as MetricsConfig
+    from raydix.schemas.config import PoolConfig as PoolConfig
+    from raydix.schemas.errors import CacheBusy as CacheBusy
+    from raydix.schemas.errors import CacheError as CacheError
+    from raydix.schemas.errors import CacheUnavailable as CacheUnavailable
+    from raydix.schemas.errors import ConfigMismatch as ConfigMismatch
+    from raydix.schemas.errors import InvalidRequest as InvalidRequest
+    from raydix.schemas.errors import LeaseExpired as LeaseExpired
+    from raydix.schemas.errors import PoolExhausted as PoolExhausted
+    from raydix.schemas.errors import StaleEpoch as StaleEpoch
+    from raydix.schemas.errors import UnknownLease as UnknownLease
+    from raydix.schemas.events import AllBlocksCleared as AllBlocksCleared
+    from raydix.schemas.events import BlockHashes as BlockHashes
+    from raydix.schemas.events import BlockRemoved as BlockRemoved
+    from raydix.schemas.events import BlockStored as BlockStored
+    from raydix.schemas.events import CacheLoad as CacheLoad
+    from raydix.schemas.events import EventSnapshotRequest as EventSnapshotRequest
+    from raydix.schemas.events import KVEvent as KVEvent
+    from raydix.schemas.events import KVEventBatch as KVEventBatch
+    from raydix.schemas.events import KVEventSnapshot as KVEventSnapshot
+    from raydix.schemas.events import NextEvents as NextEvents
+    from raydix.schemas.events import PackedEvents as PackedEvents
+    from raydix.schemas.events import SlimEvent as SlimEvent
+    from raydix.schemas.events import SlimEventBatch as SlimEventBatch
+    from raydix.schemas.events import SlimEventSnapshot as SlimEventSnapshot
+    from raydix.schemas.explain import ExplainRequest as ExplainRequest
+    from raydix.schemas.explain import ExplainResponse as ExplainResponse
+    from raydix.schemas.fingerprint import BindModelRequest as BindModelRequest
+    from raydix.schemas.fingerprint import BindModelResponse as BindModelResponse
+    from raydix.schemas.fingerprint import ModelFingerprint as ModelFingerprint
+    from raydix.schemas.fingerprint import SetWeightsRequest as SetWeightsRequest
+    from raydix.schemas.fingerprint import WeightsRequest as WeightsRequest
+    from raydix.schemas.fingerprint import WeightsResponse as WeightsResponse
+    from raydix.schemas.leases import LeaseGrant as LeaseGrant
+    from raydix.schemas.leases import LeaseOwner as LeaseOwner
+    from raydix.schemas.message import Message as Message
+    from raydix.schemas.namespace import frame_namespace as frame_namespace
+    from raydix.schemas.namespace import namespaces_of as namespaces_of
+    from raydix.schemas.namespace import unframe_namespace as unframe_namespace
+    from raydix.schemas.pool_handle import PoolHandle as PoolHandle
+    from raydix.schemas.recording import RecordingStatus as RecordingStatus
+    from raydix.schemas.recording import StartRecording as StartRecording
+    from raydix.schemas.report import AgeCount as AgeCount
+    from raydix.schemas.report import CacheReport as CacheReport
+    from raydix.schemas.report import HistoryPoint as HistoryPoint
+    from raydix.schemas.report import NamespaceStats as NamespaceStats
+    from raydix.schemas.report import PrefixUse as PrefixUse
+    from raydix.schemas.report import TreePart as TreePart
+    from raydix.schemas.requests import AbortRequest as AbortRequest
+    from raydix.schemas.requests import AcquireRequest as AcquireRequest
+    from raydix.schemas.requests import AdoptRequest as AdoptRequest
+    from raydix.schemas.requests import Batch as Batch
+    from raydix.schemas.requests import CheckInvariantsRequest as CheckInvariantsRequest
+    from raydix.schemas.requests import CloseSession as CloseSession
+    from raydix.schemas.requests import EvictRequest as EvictRequest
+    from raydix.schemas.requests import ExtendRequest as ExtendRequest
+    from raydix.schemas.requests import GrantRequest as GrantRequest
+    from raydix.schemas.requests import InsertRequest as InsertRequest
+    from raydix.schemas.requests import LockRequest as LockRequest
+    from raydix.schemas.requests import MatchRequest as MatchRequest
+    from raydix.schemas.requests import OpenSession as OpenSession
+    from raydix.schemas.requests import PrefetchRequest as PrefetchRequest
+    from raydix.schemas.requests import ReadKV as ReadKV
+    from raydix.schemas.requests import ReleaseRequest as ReleaseRequest
+    from raydix.schemas.requests import ReleaseWindowRequest as ReleaseWindowRequest
+    from raydix.schemas.requests import ResetRequest as ResetRequest
+    from raydix.schemas.requests import RetireRequest as RetireRequest
+    from raydix.schemas.requests import RevokeRequest as RevokeRequest
+    from raydix.schemas.requests import SessionRef as SessionRef
+    from raydix.schemas.requests import StatsRequest as StatsRequest
+    from raydix.schemas.requests import TakeBackRequest as TakeBackRequest
+    from raydix.schemas.requests import WaitRequest as WaitRequest
+    from raydix.schemas.requests import WithdrawRequest as WithdrawRequest
+    from raydix.schemas.requests import WriteKV as WriteKV
+    from raydix.schemas.responses import Ack as Ack
+    from raydix.schemas.responses import AdoptResponse as AdoptResponse
+    from raydix.schemas.responses import BatchResponse as BatchResponse
+    from raydix.schemas.responses import EvictResponse as EvictResponse
+    from raydix.schemas.responses import ExtendResponse as ExtendResponse
+    from raydix.schemas.responses import InsertResponse as InsertResponse
+    from raydix.schemas.responses import KVResponse as KVResponse
+    from raydix.schemas.responses import LeaseResponse as LeaseResponse
+    from raydix.schemas.responses import MatchResponse as MatchResponse
+    from raydix.schemas.responses import PrefetchResponse as PrefetchResponse
+    from raydix.schemas.responses import RetireResponse as RetireResponse
+    from raydix.schemas.responses import RevokeResponse as RevokeResponse
+    from raydix.schemas.responses import SessionResponse as SessionResponse
+    from raydix.schemas.responses import WaitingResponse as WaitingResponse
+    from raydix.schemas.responses import WindowResponse as WindowResponse
+    from raydix.schemas.routing import FleetCacheStats as FleetCacheStats
+    from raydix.schemas.routing import FleetStats as FleetStats
+    from raydix.schemas.routing import ReplicaRouterStats as ReplicaRouterStats
+    from raydix.schemas.routing import RouteCandidate as RouteCandidate
+    from raydix.schemas.routing import RouteConfig as RouteConfig
+    from raydix.schemas.routing import RouteExplanation as RouteExplanation
+    from raydix.schemas.segment import Segment as Segment
+    from raydix.schemas.stats import CacheStats as CacheStats
+    from raydix.schemas.stats import DiskPoolStats as DiskPoolStats
+    from raydix.schemas.stats import DiskTierStats as DiskTierStats
+    from raydix.schemas.stats import EvictionTaskStats as EvictionTaskStats
+    from raydix.schemas.stats import GhostStats as GhostStats
+    from raydix.schemas.stats import Histogram as Histogram
+    from raydix.schemas.stats import LowerTierStats as LowerTierStats
+    from raydix.schemas.stats import PoolStats as PoolStats
+    from raydix.schemas.stats import TenantStats as TenantStats
+    from raydix.schemas.stats import TierStats as TierStats
+    from raydix.schemas.stats import TooLarge as TooLarge
+    from raydix.schemas.tenants import TenantConfig as TenantConfig
+    from raydix.schemas.tokens import TokenIds as TokenIds
+    from raydix.schemas.tree import TreeBranch as TreeBranch
+    from raydix.schemas.tree import TreeRequest as TreeRequest
+    from raydix.schemas.tree import TreeResponse as TreeResponse
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package.
+def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__all__`, `__getattr__` and `__dir__` of a package, from the imports that its source has for typing.
 
-    Args:
-        package: its full name.
-        homes: for each module, without the package's name, the public names that it holds, separated by spaces.
+    Each public name is one indented line `from module import name as name`, which type checkers read as well.
     """
-    home_of = {name: module for module, names in homes.items() for name in names.split()}
+    module: Any = sys.modules[package]
+    imports = re.findall(r"^    from (\S+) import (\w+) as \2$", module.__loader__.get_source(package), re.MULTILINE)
+    home_of = {name: home for home, name in imports}
+    names = sorted(home_of)
 
     def find(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{package}.{home_of[name]}"), name)
-        setattr(sys.modules[package], name, value)  # found without this function the next time
+        value = getattr(import_module(home_of[name]), name)
+        setattr(module, name, value)  # found without this function the next time
         return value
 
-    return find
+    return names, find, lambda: names

@@ -44,7 +44,6 @@ class ZmqPublisher:
         endpoint: of the payloads, with the port that was chosen.
         replay_endpoint: of the replay socket; None: there is none.
         next_number: of the next payload.
-        num_replays: answered requests.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class ZmqPublisher:
             InvalidRequest: an endpoint cannot be used.
         """
         self.next_number = time.time_ns() // 1_000
-        self.num_replays = 0
         self._topic = topic.encode()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
@@ -207,7 +205,6 @@ class ZmqPublisher:
             if number % _FRAMES_A_TURN == 0:
                 await asyncio.sleep(0)
         await self._send_replay((subscriber, b"", b"", END_OF_REPLAY, b""))
-        self.num_replays += 1
 
     async def _send_replay(self, frames: tuple[bytes, ...]) -> None:
         """Send a part of a replay as soon as the subscriber's queue has room.

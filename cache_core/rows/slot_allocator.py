@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from operator import index
 
 from raydix.cache_core.errors import SlotError
@@ -34,8 +34,8 @@ class SlotMask:
         self._summary |= 1 << slot // _WORD
 
     def discard(self, slot: int) -> None:
-        """Remove a slot if it is in the set."""
-        self.count -= slot in self
+        """Remove a slot, which must be in the set."""
+        self.count -= 1
         at = slot // _WORD
         self._words[at] &= ~(1 << slot % _WORD)
         if not self._words[at]:
@@ -47,20 +47,6 @@ class SlotMask:
             return -1
         at = _lowest_bit(self._summary)
         return at * _WORD + _lowest_bit(self._words[at])
-
-    def lowest_outside(self, other: SlotMask) -> int:
-        """Return the lowest slot that is not in `other`; -1 if there is none. O(words)."""
-        for at in _bits(self._summary):
-            rest = self._words[at] & ~other._words[at]
-            if rest:
-                return at * _WORD + _lowest_bit(rest)
-        return -1
-
-    def common(self, other: SlotMask) -> Iterator[int]:
-        """Yield the slots that are in both sets, lowest first. O(words in which both have slots, and common slots)."""
-        for at in _bits(self._summary & other._summary):
-            for bit in _bits(self._words[at] & other._words[at]):
-                yield at * _WORD + bit
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless count and summary agree with the words. O(words)."""
@@ -76,6 +62,9 @@ class SlotAllocator:
     A caller that records a slot's version with its content can detect later that the slot was allocated again.
     `occupy` takes a free slot to reuse its content, and leaves its version unchanged. Each call is O(1).
 
+    Attributes:
+        on_free: functions that `free` calls with the slot.
+
     Raises:
         ValueError: `max_slots` is less than 1.
     """
@@ -85,17 +74,18 @@ class SlotAllocator:
         if max_slots < 1:
             raise ValueError(f"max_slots must be at least 1, not {max_slots}")
         self.max_slots = max_slots
-        self.free_mask = SlotMask(max_slots, full=True)  # read-only for callers
+        self.on_free: list[Callable[[int], None]] = []
+        self._free = SlotMask(max_slots, full=True)
         self._versions = [0] * max_slots
 
     @property
     def free_count(self) -> int:
         """The number of free slots."""
-        return self.free_mask.count
+        return self._free.count
 
     def alloc(self) -> int:
         """Take the lowest free slot and increment its version; return -1 if none is free. The caller must `free` it."""
-        slot = self.free_mask.lowest()
+        slot = self._free.lowest()
         if slot >= 0:
             self.alloc_at(slot)
         return slot
@@ -116,9 +106,9 @@ class SlotAllocator:
             SlotError: the slot is out of range or not free; nothing changed.
         """
         idx = self.check_range(idx)
-        if idx not in self.free_mask:
+        if idx not in self._free:
             raise SlotError(f"slot {idx} is not free")
-        self.free_mask.discard(idx)
+        self._free.discard(idx)
 
     def free(self, idx: int) -> None:
         """Free a slot. Its content stays valid until the slot is allocated again.
@@ -127,9 +117,11 @@ class SlotAllocator:
             SlotError: the slot is out of range or free already; nothing changed.
         """
         idx = self.check_range(idx)
-        if idx in self.free_mask:
+        if idx in self._free:
             raise SlotError(f"slot {idx} is free already")
-        self.free_mask.add(idx)
+        self._free.add(idx)
+        for notify in self.on_free:
+            notify(idx)
 
     def is_free(self, idx: int) -> bool:
         """Return whether a slot is free.
@@ -137,7 +129,7 @@ class SlotAllocator:
         Raises:
             SlotError: the slot is out of range.
         """
-        return self.check_range(idx) in self.free_mask
+        return self.check_range(idx) in self._free
 
     def version(self, idx: int) -> int:
         """Return how often a slot was allocated.
@@ -156,17 +148,10 @@ class SlotAllocator:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the count of free slots is right and all are in range. O(max_slots)."""
-        self.free_mask.check_invariants()
-        free = list(self.free_mask.common(self.free_mask))
-        assert all(0 <= slot < self.max_slots for slot in free), f"free slots out of range: {free}"
-        assert len(free) == self.free_count <= self.max_slots, f"{self.free_count=}, but {len(free)} are free"
+        self._free.check_invariants()
+        free = [slot for slot in range(self.max_slots) if slot in self._free]
+        assert len(free) == self.free_count, f"{self.free_count=}, but {free} are free"
 
 
 def _lowest_bit(bits: int) -> int:
     return (bits & -bits).bit_length() - 1
-
-
-def _bits(bits: int) -> Iterator[int]:
-    while bits:
-        yield _lowest_bit(bits)
-        bits &= bits - 1

@@ -212,7 +212,7 @@ def a_tree_ignores_the_namespace_at_the_top(patch: Patch) -> None:
 
 @breaks(TRIES)
 def a_trie_ignores_the_namespace(patch: Patch) -> None:
-    patch.setattr(TriePrefixCache, "_tokens", lambda cache, key: list(key.token_ids))
+    patch.setattr(TriePrefixCache, "_tokens", lambda cache, key, *start: list(key.token_ids))
 
 
 @pytest.mark.parametrize("plant", FRAMES, ids=lambda plant: plant.__name__)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.checked.row_cache import NUM_LAYERS
 from support.faults.faults import Catalogue, Fault, Patch, around
 from support.traffic.rows import RowTrafficFailed, run_row_traffic
 
 from raydix.cache_core import OutOfSlotsError, PrefixCacheManager, RadixKey, RowCache, SlotAllocator
 from raydix.cache_core.leases.lease_table import LeaseRecord, LeaseTable, Quarantine
 from raydix.cache_core.leases.leased_cache import LeasedCache
-from raydix.cache_core.rows.row_allocator import RowAllocator
+from raydix.cache_core.rows.row_cache import RowLease
+from raydix.cache_core.rows.slot_allocator import SlotMask
 
 RUNS = [(0, 2), (1, 1), (2, 4)]  # seed, page size
 
@@ -24,24 +26,24 @@ fault, late_fault = FAULTS.register, FAULTS.register_late
 
 @fault
 def a_leased_row_is_reused_in_place(patch: Patch) -> None:
-    def take(original: Any, room: RowAllocator, prefix: RadixKey) -> int:
-        holders = room._records.peek_slots(prefix)[1]
-        return holders[0] if holders else original(room, prefix)
+    def take(original: Any, cache: RowCache, prefix: RadixKey) -> int:
+        holders = cache._records.peek_slots(prefix)[1]
+        return holders[0] if holders else original(cache, prefix)
 
-    around(patch, RowAllocator, "take", take)
+    around(patch, RowCache, "_take", take)
 
 
 @fault
 def a_released_row_is_copied_instead_of_reused(patch: Patch) -> None:
-    def take(original: Any, room: RowAllocator, prefix: RadixKey) -> int:
-        if room._records.lowest_empty_slot() < 0 or not len(prefix):
-            return original(room, prefix)
-        row = room._take_empty()
-        room._records.copy_kv(prefix, row, room._kv_cache, room._num_layers)
-        room.publish(row, prefix)
+    def take(original: Any, cache: RowCache, prefix: RadixKey) -> int:
+        if not cache._empty.count or not len(prefix):
+            return original(cache, prefix)
+        row = cache._take_empty()
+        cache._records.copy_kv(prefix, row, cache._kv_cache, NUM_LAYERS)
+        cache._publish(row, prefix)
         return row
 
-    around(patch, RowAllocator, "take", take)
+    around(patch, RowCache, "_take", take)
 
 
 @fault
@@ -51,26 +53,26 @@ def the_row_that_holds_most_is_reused(patch: Patch) -> None:
 
 @fault
 def an_empty_row_is_not_preferred_to_a_cached_one(patch: Patch) -> None:
-    def take_empty(original: Any, room: RowAllocator) -> int:
-        room.evict(room._row_len)
-        return original(room)
+    def take_empty(original: Any, cache: RowCache) -> int:
+        cache.evict(cache.max_seq_len)
+        return original(cache)
 
-    around(patch, RowAllocator, "_take_empty", take_empty)
+    around(patch, RowCache, "_take_empty", take_empty)
 
 
 @fault
 def nothing_is_evicted_for_a_lease(patch: Patch) -> None:
-    def take_empty(original: Any, room: RowAllocator) -> int:
-        if room._records.lowest_empty_slot() < 0:
-            raise OutOfSlotsError(room._row_len, 0, 0, room.num_rows * room._row_len)
-        return original(room)
+    def take_empty(original: Any, cache: RowCache) -> int:
+        if not cache._empty.count:
+            raise OutOfSlotsError(cache.max_seq_len, 0, 0, cache.num_slots)
+        return original(cache)
 
-    around(patch, RowAllocator, "_take_empty", take_empty)
+    around(patch, RowCache, "_take_empty", take_empty)
 
 
 @fault
 def half_of_the_prefix_alone_is_reused(patch: Patch) -> None:
-    around(patch, RowAllocator, "take", lambda original, room, prefix: original(room, prefix[: len(prefix) // 2]))
+    around(patch, RowCache, "_take", lambda original, cache, prefix: original(cache, prefix[: len(prefix) // 2]))
 
 
 # ---------------------------------------------------------------- what is in it
@@ -85,9 +87,9 @@ def a_reused_row_keeps_what_went_on_otherwise(patch: Patch) -> None:
 def a_reused_row_loses_its_prefix(patch: Patch) -> None:
     around(patch, PrefixCacheManager, "invalidate", lambda original, records, row, valid_len: original(records, row, 0))
     patch.setattr(
-        RowAllocator,
-        "publish",
-        lambda room, row, key: room._records.insert(key[:-1], row, room._allocator.version(row)),
+        RowCache,
+        "_publish",
+        lambda cache, row, key: cache._records.insert(key[:-1], row, cache._allocator.version(row)),
     )
 
 
@@ -122,25 +124,25 @@ def the_last_token_is_not_copied(patch: Patch) -> None:
 
 @fault
 def a_copy_cannot_be_found(patch: Patch) -> None:
-    def take(original: Any, room: RowAllocator, prefix: RadixKey) -> int:
-        row = original(room, prefix)
-        if len(room._records.peek_slots(prefix)[1]) > 1:
-            room._records.forget(row)
+    def take(original: Any, cache: RowCache, prefix: RadixKey) -> int:
+        row = original(cache, prefix)
+        if len(cache._records.peek_slots(prefix)[1]) > 1:
+            cache._records.forget(row)
         return row
 
-    around(patch, RowAllocator, "take", take)
+    around(patch, RowCache, "_take", take)
 
 
 @fault
 def a_hit_is_no_use(patch: Patch) -> None:
-    def take(original: Any, room: RowAllocator, prefix: RadixKey) -> int:
-        before = {row: record.last_used for row, record in room._records._index.rows.items()}
-        row = original(room, prefix)
-        if row in before and row in room._records._index.rows:
-            room._records._index.rows[row].last_used = before[row]
+    def take(original: Any, cache: RowCache, prefix: RadixKey) -> int:
+        before = {row: record.last_used for row, record in cache._records._rows.items()}
+        row = original(cache, prefix)
+        if row in before and row in cache._records._rows:
+            cache._records._rows[row].last_used = before[row]
         return row
 
-    around(patch, RowAllocator, "take", take)
+    around(patch, RowCache, "_take", take)
 
 
 # ---------------------------------------------------------------- matches
@@ -200,7 +202,7 @@ def the_row_before_may_be_written(patch: Patch) -> None:
 
 @fault
 def an_insert_publishes_nothing(patch: Patch) -> None:
-    patch.setattr(RowAllocator, "publish", lambda room, row, key: None)
+    patch.setattr(RowCache, "_publish", lambda cache, row, key: None)
 
 
 @fault
@@ -299,30 +301,30 @@ def a_repeated_acquire_takes_another_row(patch: Patch) -> None:
 
 @fault
 def a_released_row_stays_taken(patch: Patch) -> None:
-    patch.setattr(RowAllocator, "give_back", lambda room, row: None)
+    patch.setattr(RowCache, "_free_private", lambda cache, lease: None)
 
 
 @fault
 def a_release_forgets_what_was_published(patch: Patch) -> None:
-    def give_back(original: Any, room: RowAllocator, row: int) -> None:
-        room._records.forget(row)
-        original(room, row)
+    def free(original: Any, cache: RowCache, lease: RowLease) -> None:
+        cache._records.forget(lease.row)
+        original(cache, lease)
 
-    around(patch, RowAllocator, "give_back", give_back)
+    around(patch, RowCache, "_free_private", free)
 
 
 @fault
 def a_released_row_counts_as_free(patch: Patch) -> None:
-    patch.setattr(RowAllocator, "give_back", lambda room, row: room._allocator.free(row))
+    def free(cache: RowCache, lease: RowLease) -> None:
+        cache._allocator.free(lease.row)
+        cache._empty.add(lease.row)
+
+    patch.setattr(RowCache, "_free_private", free)
 
 
 @fault
 def a_released_row_counts_as_cached_though_nothing_is_in_it(patch: Patch) -> None:
-    def give_back(room: RowAllocator, row: int) -> None:
-        room._allocator.free(row)
-        room.cached_rows += 1
-
-    patch.setattr(RowAllocator, "give_back", give_back)
+    patch.setattr(RowCache, "_free_private", lambda cache, lease: cache._allocator.free(lease.row))
 
 
 @fault
@@ -332,54 +334,62 @@ def a_session_ends_all_but_its_last_lease(patch: Patch) -> None:
 
 @fault
 def eviction_takes_the_row_used_last(patch: Patch) -> None:
-    def evict(original: Any, room: RowAllocator, num_slots: int) -> int:
-        rows = room._records._index.rows
+    def evict(original: Any, cache: RowCache, num_slots: int, *cause: str) -> int:
+        rows = cache._records._rows
         for row in rows.values():
             row.last_used = -row.last_used
         try:
-            return original(room, num_slots)
+            return original(cache, num_slots)
         finally:
             for row in rows.values():
                 row.last_used = -row.last_used
 
-    around(patch, RowAllocator, "evict", evict)
+    around(patch, RowCache, "evict", evict)
 
 
 @fault
 def eviction_goes_on_when_enough_is_free(patch: Patch) -> None:
-    around(patch, RowAllocator, "evict", lambda original, room, num_slots: original(room, num_slots + 1))
+    around(patch, RowCache, "evict", lambda original, cache, num_slots: original(cache, num_slots + 1))
 
 
 @fault
 def eviction_is_not_counted(patch: Patch) -> None:
-    def evict(original: Any, room: RowAllocator, num_slots: int) -> int:
-        cached = room.cached_rows
-        evicted = original(room, num_slots)
-        room.cached_rows = cached
-        return evicted
+    def evict(original: Any, cache: RowCache, num_slots: int, *cause: str) -> int:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(RowCache, "_empty_free", lambda cache, rows: None)
+            return original(cache, num_slots)
 
-    around(patch, RowAllocator, "evict", evict)
+    around(patch, RowCache, "evict", evict)
+
+
+@fault
+def a_row_that_is_empty_already_is_counted_again(patch: Patch) -> None:
+    def add(original: Any, mask: SlotMask, slot: int) -> None:
+        mask.count += slot in mask
+        original(mask, slot)
+
+    around(patch, SlotMask, "add", add)
 
 
 @fault
 def eviction_takes_leased_rows(patch: Patch) -> None:
-    def evict(original: Any, room: RowAllocator, num_slots: int) -> int:
-        for row in [*room._records._index.rows]:
-            if num_slots and not SlotAllocator.is_free(room._allocator, row):
-                room._records.forget(row)
-        return original(room, num_slots)
+    def evict(original: Any, cache: RowCache, num_slots: int, *cause: str) -> int:
+        for row in [*cache._records._rows]:
+            if num_slots and not SlotAllocator.is_free(cache._allocator, row):
+                cache._records.forget(row)
+        return original(cache, num_slots)
 
-    around(patch, RowAllocator, "evict", evict)
+    around(patch, RowCache, "evict", evict)
 
 
 @fault
 def a_reset_leaves_everything_findable(patch: Patch) -> None:
-    patch.setattr(RowAllocator, "forget_all", lambda room: None)
+    patch.setattr(RowCache, "_retire_all", lambda cache: None)
 
 
 @fault
 def a_reset_leaves_cached_rows_counted(patch: Patch) -> None:
-    patch.setattr(RowAllocator, "forget_all", lambda room: room._records.reset())
+    patch.setattr(RowCache, "_retire_all", lambda cache: cache._records.reset())
 
 
 @fault

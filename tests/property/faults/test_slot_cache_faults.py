@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.checked.slot_cache import NUM_SLOTS
 from support.faults.faults import Catalogue, Fault, Patch, around
 from support.traffic.slots import SlotTrafficFailed, run_slot_traffic
 
 from raydix.cache_core import PrefixCacheManager, RadixKey, SlotAllocator, SlotError
 from raydix.cache_core.eviction.recency_queue import RecencyQueue
-from raydix.cache_core.rows.row_eviction import RowEviction
-from raydix.cache_core.rows.row_index import RowIndex
-from raydix.cache_core.rows.row_tree import Row, RowTree, path_up
+from raydix.cache_core.rows.prefix_cache_manager import Row, path_up
 from raydix.cache_core.rows.slot_allocator import SlotMask
 from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.cache_core.tree.tree_node import TreeNode
@@ -33,14 +32,14 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 @fault
 def alloc_takes_the_highest_free_slot(patch: Patch) -> None:
-    patch.setattr(SlotMask, "lowest", lambda mask: max(mask.common(mask), default=-1))
+    patch.setattr(SlotMask, "lowest", lambda mask: max(filter(mask.__contains__, range(NUM_SLOTS)), default=-1))
 
 
 @fault
 def occupy_takes_what_is_taken(patch: Patch) -> None:
     def occupy(slots: SlotAllocator, idx: int) -> None:
         slots.check_range(idx)
-        slots.free_mask.discard(idx)
+        slots._free.discard(idx)
 
     patch.setattr(SlotAllocator, "occupy", occupy)
 
@@ -51,7 +50,7 @@ def occupy_frees_what_is_taken(patch: Patch) -> None:
 
     def occupy(slots: SlotAllocator, idx: int) -> None:
         slots.check_range(idx)
-        (slots.free_mask.discard if idx in slots.free_mask else slots.free_mask.add)(idx)
+        (slots._free.discard if idx in slots._free else slots._free.add)(idx)
 
     patch.setattr(SlotAllocator, "occupy", occupy)
 
@@ -83,7 +82,7 @@ def alloc_leaves_the_version(patch: Patch) -> None:
 def free_takes_what_is_free(patch: Patch) -> None:
     def free(slots: SlotAllocator, idx: int) -> None:
         slots.check_range(idx)
-        slots.free_mask.add(idx)
+        slots._free.add(idx)
 
     patch.setattr(SlotAllocator, "free", free)
 
@@ -96,15 +95,6 @@ def free_beyond_the_range_mints_slots(patch: Patch) -> None:
         return idx
 
     patch.setattr(SlotAllocator, "check_range", check_range)
-
-
-@fault
-def a_mask_counts_what_is_there_already(patch: Patch) -> None:
-    def discard(original: Any, mask: SlotMask, slot: int) -> None:
-        mask.count -= slot not in mask
-        original(mask, slot)
-
-    around(patch, SlotMask, "discard", discard)
 
 
 @fault
@@ -128,9 +118,9 @@ def old_versions_are_found(patch: Patch) -> None:
 @fault
 def an_old_row_hides_the_current_one_beside_it(patch: Patch) -> None:
     def locate(cache: PrefixCacheManager, key: Any) -> Any:
-        path, end = cache._index.tree.walk(key)
-        slot = next(reversed(cache._index.tree.rows[path[-1]]), -1) if path else -1
-        return (path[-1], end, cache._index.rows[slot]) if cache.slot_is_findable(slot) else None
+        path, end = cache._walk(key)
+        slot = next(reversed(cache._slots_at[path[-1]]), -1) if path else -1
+        return (path[-1], end, cache._rows[slot]) if cache.slot_is_findable(slot) else None
 
     patch.setattr(PrefixCacheManager, "_locate", locate)
 
@@ -138,10 +128,10 @@ def an_old_row_hides_the_current_one_beside_it(patch: Patch) -> None:
 @fault
 def the_row_recorded_first_is_found(patch: Patch) -> None:
     def locate(cache: PrefixCacheManager, key: Any) -> Any:
-        path, end = cache._index.tree.walk(key)
+        path, end = cache._walk(key)
         for node in reversed(path):
-            for slot in filter(cache.slot_is_findable, cache._index.tree.rows[node]):
-                return node, min(end, node.end), cache._index.rows[slot]
+            for slot in filter(cache.slot_is_findable, cache._slots_at[node]):
+                return node, min(end, node.end), cache._rows[slot]
         return None
 
     patch.setattr(PrefixCacheManager, "_locate", locate)
@@ -149,34 +139,34 @@ def the_row_recorded_first_is_found(patch: Patch) -> None:
 
 @fault
 def a_row_that_is_recorded_again_stays_where_it_stood(patch: Patch) -> None:
-    def record(original: Any, index: RowIndex, slot: int, version: int, node: TreeNode) -> None:
-        order = {above: list(index.tree.rows[above]) for above in path_up(node)}
-        original(index, slot, version, node)
+    def record(original: Any, cache: PrefixCacheManager, slot: int, version: int, node: TreeNode) -> None:
+        order = {above: list(cache._slots_at[above]) for above in path_up(node)}
+        original(cache, slot, version, node)
         for above, slots in order.items():
-            index.tree.rows[above] = dict.fromkeys([*slots, *index.tree.rows[above]])
+            cache._slots_at[above] = dict.fromkeys([*slots, *cache._slots_at[above]])
 
-    around(patch, RowIndex, "_record", record)
+    around(patch, PrefixCacheManager, "_record", record)
 
 
 @fault
 def only_the_last_node_of_a_path_records_the_row(patch: Patch) -> None:
-    def record(original: Any, index: RowIndex, slot: int, version: int, node: TreeNode) -> None:
-        held = [above for above in path_up(node) if slot in index.tree.rows[above]]
-        original(index, slot, version, node)
+    def record(original: Any, cache: PrefixCacheManager, slot: int, version: int, node: TreeNode) -> None:
+        held = [above for above in path_up(node) if slot in cache._slots_at[above]]
+        original(cache, slot, version, node)
         for above in path_up(node):
             if above is not node and above not in held:
-                del index.tree.rows[above][slot]
+                del cache._slots_at[above][slot]
 
-    around(patch, RowIndex, "_record", record)
+    around(patch, PrefixCacheManager, "_record", record)
 
 
 @fault
 def a_match_within_a_run_is_lost(patch: Patch) -> None:
-    def walk(original: Any, tree: RowTree, key: Any) -> Any:
-        path, end = original(tree, key)
+    def walk(original: Any, cache: PrefixCacheManager, key: Any) -> Any:
+        path, end = original(cache, key)
         return (path[:-1], path[-1].parent.end) if path and end < path[-1].end else (path, end)
 
-    around(patch, RowTree, "walk", walk)
+    around(patch, PrefixCacheManager, "_walk", walk)
 
 
 @fault
@@ -216,19 +206,19 @@ def a_peek_is_a_use(patch: Patch) -> None:
 
 @fault
 def an_insert_keeps_what_it_overwrote(patch: Patch) -> None:
-    def write(original: Any, index: RowIndex, *args: Any) -> Any:
+    def insert(original: Any, cache: PrefixCacheManager, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(RowIndex, "drop_overwritten", nothing)
-            return original(index, *args)
+            inner.setattr(PrefixCacheManager, "_drop_overwritten", nothing)
+            return original(cache, *args)
 
-    around(patch, RowIndex, "write", write)
+    around(patch, PrefixCacheManager, "insert", insert)
 
 
 @fault
 def a_copy_keeps_what_it_overwrote(patch: Patch) -> None:
     def copy_kv(original: Any, cache: PrefixCacheManager, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(RowIndex, "drop_overwritten", nothing)
+            inner.setattr(PrefixCacheManager, "_drop_overwritten", nothing)
             return original(cache, *args)
 
     around(patch, PrefixCacheManager, "copy_kv", copy_kv)
@@ -236,30 +226,37 @@ def a_copy_keeps_what_it_overwrote(patch: Patch) -> None:
 
 @fault
 def an_insert_keeps_records_of_another_version(patch: Patch) -> None:
-    def write(original: Any, index: RowIndex, key: Any, slot: int, version: int) -> Any:
-        if slot in index.rows:
-            index.rows[slot].version = version
-        return original(index, key, slot, version)
+    def drop(original: Any, cache: PrefixCacheManager, row: Row, length: int) -> None:
+        version = cache.allocator.version(row.slot) if cache.allocator else row.version + 1
+        if length or row.version == version:
+            original(cache, row, length)
+        else:
+            row.version = version
 
-    around(patch, RowIndex, "write", write)
+    def insert(original: Any, cache: PrefixCacheManager, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            around(inner, PrefixCacheManager, "_shorten", drop)
+            return original(cache, *args)
+
+    around(patch, PrefixCacheManager, "insert", insert)
 
 
 @fault
 def an_insert_of_an_old_version_is_recorded(patch: Patch) -> None:
     def insert(original: Any, cache: PrefixCacheManager, tokens: Any, slot: int, version: int) -> Any:
-        return original(cache, tokens, slot, cache._index.rows[slot].version if slot in cache._index.rows else version)
+        return original(cache, tokens, slot, cache._rows[slot].version if slot in cache._rows else version)
 
     around(patch, PrefixCacheManager, "insert", insert)
 
 
 @fault
 def a_shorter_insert_cuts_the_record(patch: Patch) -> None:
-    def write(original: Any, index: RowIndex, key: Any, slot: int, version: int) -> Any:
-        if slot in index.rows and len(key) < index.rows[slot].tail.end:
-            index.shorten(index.rows[slot], len(key))
-        return original(index, key, slot, version)
+    def drop(original: Any, cache: PrefixCacheManager, slot: int, key: Any) -> None:
+        if slot in cache._rows and len(key) < cache._rows[slot].tail.end:
+            cache._shorten(cache._rows[slot], len(key))
+        original(cache, slot, key)
 
-    around(patch, RowIndex, "write", write)
+    around(patch, PrefixCacheManager, "_drop_overwritten", drop)
 
 
 @fault
@@ -279,21 +276,28 @@ def an_invalidation_takes_the_whole_record(patch: Patch) -> None:
 
 @fault
 def an_invalidation_spares_what_is_pinned(patch: Patch) -> None:
-    def shorten(original: Any, index: RowIndex, row: Row, length: int) -> None:
+    def shorten(original: Any, cache: PrefixCacheManager, row: Row, length: int) -> None:
         pinned = [node.end for node in path_up(row.tail) if node.own_locks]
-        original(index, row, max([length, *pinned]))
+        original(cache, row, max([length, *pinned]))
 
-    around(patch, RowIndex, "shorten", shorten)
+    around(patch, PrefixCacheManager, "_shorten", shorten)
 
 
 @fault
 def an_invalidation_leaves_empty_nodes(patch: Patch) -> None:
-    patch.setattr(RowTree, "prune", nothing)
+    patch.setattr(PrefixCacheManager, "_prune", nothing)
 
 
 @fault
-def a_forgotten_row_stays_in_the_index_of_slots(patch: Patch) -> None:
-    patch.setattr(RowEviction, "discard", lambda rows, row: rows._queue.discard(row))
+def a_forgotten_row_stays_in_the_queue(patch: Patch) -> None:
+    def move_tail(cache: PrefixCacheManager, row: Row, node: TreeNode) -> None:
+        row.tail = node
+        if node.end:
+            cache._released.push(row)
+        else:
+            del cache._rows[row.slot]
+
+    patch.setattr(PrefixCacheManager, "_move_tail", move_tail)
 
 
 # ---------------------------------------------------------------- copies
@@ -369,27 +373,27 @@ def a_use_is_not_noticed_by_the_queue(patch: Patch) -> None:
 
 @late_fault
 def a_use_renews_the_rest_of_the_run_too(patch: Patch) -> None:
-    patch.setattr(RowIndex, "touch", touch_all)
+    patch.setattr(PrefixCacheManager, "_touch", touch_all)
 
 
-def touch_all(index: RowIndex, node: TreeNode, end: int) -> TreeNode:
-    """`touch`, with the stamps of both halves renewed."""
-    above = index.tree.split(node, end)
-    index.clock += 1
-    above.own_access_time = node.own_access_time = index.clock
-    index.tree.offer(node)
+def touch_all(cache: PrefixCacheManager, node: TreeNode, end: int) -> TreeNode:
+    """`_touch`, with the stamps of both halves renewed."""
+    above = cache._split(node, end)
+    cache._clock += 1
+    above.own_access_time = node.own_access_time = cache._clock
+    cache._offer(node)
     return above
 
 
 @fault
 def a_find_is_no_use_of_the_prefix(patch: Patch) -> None:
-    def touch(index: RowIndex, node: TreeNode, end: int) -> TreeNode:
-        index.clock += 1
-        return index.tree.split(node, end)
+    def touch(cache: PrefixCacheManager, node: TreeNode, end: int) -> TreeNode:
+        cache._clock += 1
+        return cache._split(node, end)
 
     def find(original: Any, cache: PrefixCacheManager, tokens: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(RowIndex, "touch", touch)
+            inner.setattr(PrefixCacheManager, "_touch", touch)
             return original(cache, tokens)
 
     around(patch, PrefixCacheManager, "find", find)
@@ -398,10 +402,10 @@ def a_find_is_no_use_of_the_prefix(patch: Patch) -> None:
 @late_fault
 def a_find_is_no_use_of_the_row(patch: Patch) -> None:
     def find(original: Any, cache: PrefixCacheManager, tokens: Any) -> Any:
-        stamps = {slot: row.last_used for slot, row in cache._index.rows.items()}
+        stamps = {slot: row.last_used for slot, row in cache._rows.items()}
         found = original(cache, tokens)
         for slot, stamp in stamps.items():
-            cache._index.rows[slot].last_used = stamp
+            cache._rows[slot].last_used = stamp
         return found
 
     around(patch, PrefixCacheManager, "find", find)
@@ -409,107 +413,128 @@ def a_find_is_no_use_of_the_row(patch: Patch) -> None:
 
 @fault
 def eviction_takes_what_is_pinned(patch: Patch) -> None:
-    patch.setattr("raydix.cache_core.rows.row_tree._may_go", lambda node: not node.children)
+    patch.setattr("raydix.cache_core.rows.prefix_cache_manager._may_go", lambda node: not node.children)
 
 
 @fault
 def rows_with_pins_are_given_up(patch: Patch) -> None:
     patch.setattr(
-        RowEviction, "_may_go", lambda rows, row: rows._allocator is None or rows._allocator.is_free(row.slot)
+        PrefixCacheManager, "_may_drop", lambda cache, row: cache.allocator is None or cache.allocator.is_free(row.slot)
     )
 
 
 @fault
 def rows_in_use_are_given_up(patch: Patch) -> None:
-    around(patch, RowEviction, "_may_go", lambda original, rows, row: not row.is_pinned)
+    patch.setattr(PrefixCacheManager, "_may_drop", lambda cache, row: not row.is_pinned)
 
 
 @fault
 def a_row_found_in_use_is_never_given_up_again(patch: Patch) -> None:
-    patch.setattr(RowEviction, "pop", lambda released, rows: released._queue.pop(released._may_go))
+    patch.setattr(PrefixCacheManager, "_on_free", nothing)
 
 
 @fault
 def a_row_whose_pin_was_released_is_never_given_up_again(patch: Patch) -> None:
-    patch.setattr(RowEviction, "requeue", nothing)
+    def release(original: Any, cache: PrefixCacheManager, *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(cache._released, "push", nothing)
+            original(cache, *args)
+
+    around(patch, PrefixCacheManager, "release", release)
 
 
 @fault
 def a_parent_never_becomes_a_candidate(patch: Patch) -> None:
     parents = set[TreeNode]()
 
-    def remove_leaf(original: Any, tree: RowTree, leaf: TreeNode) -> None:
+    def remove_leaf(original: Any, cache: PrefixCacheManager, leaf: TreeNode) -> None:
         parents.add(leaf.parent)
-        original(tree, leaf)
+        original(cache, leaf)
 
-    def offer(original: Any, tree: RowTree, node: TreeNode) -> None:
+    def offer(original: Any, cache: PrefixCacheManager, node: TreeNode) -> None:
         if node not in parents:
-            original(tree, node)
+            original(cache, node)
 
-    around(patch, RowTree, "_remove_leaf", remove_leaf)
-    around(patch, RowTree, "offer", offer)
+    around(patch, PrefixCacheManager, "_remove_leaf", remove_leaf)
+    around(patch, PrefixCacheManager, "_offer", offer)
 
 
 @fault
 def an_unpinned_leaf_never_becomes_a_candidate_again(patch: Patch) -> None:
-    def unpin(original: Any, tree: RowTree, node: TreeNode) -> None:
+    def release(original: Any, cache: PrefixCacheManager, tokens: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(RowTree, "offer", nothing)
-            original(tree, node)
+            inner.setattr(PrefixCacheManager, "_offer", nothing)
+            original(cache, tokens)
 
-    around(patch, RowTree, "unpin", unpin)
+    around(patch, PrefixCacheManager, "release", release)
 
 
 @fault
 def eviction_takes_whole_runs_where_a_tail_would_do(patch: Patch) -> None:
-    def evict(original: Any, tree: RowTree, num_tokens: int, used_before: int) -> Any:
+    def evict(original: Any, cache: PrefixCacheManager, num_tokens: int, used_before: int) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(RowTree, "split", lambda tree, leaf, end: leaf)
-            return original(tree, num_tokens, used_before)
+            inner.setattr(PrefixCacheManager, "_split", lambda cache, leaf, end: leaf)
+            return original(cache, num_tokens, used_before)
 
-    around(patch, RowTree, "evict", evict)
+    around(patch, PrefixCacheManager, "_evict", evict)
 
 
 @fault
 def eviction_stops_one_short(patch: Patch) -> None:
-    around(patch, RowTree, "evict", lambda original, tree, num, used_before: original(tree, num - 1, used_before))
+    def evict(original: Any, cache: PrefixCacheManager, num_tokens: int, used_before: int) -> Any:
+        return original(cache, num_tokens - 1, used_before)
+
+    around(patch, PrefixCacheManager, "_evict", evict)
 
 
 @late_fault
 def an_insert_evicts_its_own_path(patch: Patch) -> None:
-    around(patch, RowTree, "evict", lambda original, tree, num, used_before: original(tree, num, used_before + 1))
+    def evict(original: Any, cache: PrefixCacheManager, num_tokens: int, used_before: int) -> Any:
+        return original(cache, num_tokens, used_before + 1)
+
+    around(patch, PrefixCacheManager, "_evict", evict)
 
 
 @fault
 def an_insert_exceeds_the_capacity(patch: Patch) -> None:
-    def grow(original: Any, index: RowIndex, node: TreeNode, key: Any) -> Any:
-        index.max_tokens += 1
+    def grow(original: Any, cache: PrefixCacheManager, node: TreeNode, key: Any) -> Any:
+        cache.max_capacity += 1
         try:
-            return original(index, node, key)
+            return original(cache, node, key)
         finally:
-            index.max_tokens -= 1
+            cache.max_capacity -= 1
 
-    around(patch, RowIndex, "_grow", grow)
+    around(patch, PrefixCacheManager, "_grow", grow)
 
 
 @fault
 def rows_that_ended_at_an_evicted_leaf_are_lost(patch: Patch) -> None:
-    def evict(index: RowIndex, num_tokens: int, used_before: int) -> int:
-        return sum(len(leaf) for leaf, _ in index.tree.evict(num_tokens, used_before))
+    def evict(original: Any, cache: PrefixCacheManager, *args: Any) -> int:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(PrefixCacheManager, "_move_tail", nothing)
+            return original(cache, *args)
 
-    patch.setattr(RowIndex, "evict", evict)
+    around(patch, PrefixCacheManager, "evict", evict)
 
 
 # ---------------------------------------------------------------- pins
 
 
+def pin_node(cache: PrefixCacheManager, node: TreeNode) -> None:
+    """Pin all that a node of the tree holds."""
+    cache._num_pins += 1
+    node.own_locks += 1
+    for above in path_up(node):
+        above.lock_ref += 1
+
+
 @fault
 def every_insert_takes_a_reference(patch: Patch) -> None:
-    def record(original: Any, index: RowIndex, slot: int, version: int, node: TreeNode) -> None:
-        original(index, slot, version, node)
-        index.tree.pin(node)
+    def record(original: Any, cache: PrefixCacheManager, slot: int, version: int, node: TreeNode) -> None:
+        original(cache, slot, version, node)
+        pin_node(cache, node)
 
-    around(patch, RowIndex, "_record", record)
+    around(patch, PrefixCacheManager, "_record", record)
 
 
 @fault
@@ -525,7 +550,7 @@ def a_release_drops_what_was_recorded(patch: Patch) -> None:
 @fault
 def a_release_without_a_pin_is_let_through(patch: Patch) -> None:
     def release(original: Any, cache: PrefixCacheManager, tokens: Any) -> None:
-        path, _ = cache._index.tree.walk(tokens)
+        path, _ = cache._walk(tokens)
         if path and path[-1].own_locks:
             original(cache, tokens)
 
@@ -544,58 +569,58 @@ def a_pin_of_what_is_not_there_is_let_through(patch: Patch) -> None:
 @fault
 def a_pin_covers_the_whole_run(patch: Patch) -> None:
     def pin(cache: PrefixCacheManager, tokens: Any) -> None:
-        cache._index.tree.pin(cache._locate_all(tokens)[0])
+        pin_node(cache, cache._locate_all(tokens)[0])
 
     patch.setattr(PrefixCacheManager, "pin", pin)
 
 
 @fault
 def a_pin_covers_its_own_node_only(patch: Patch) -> None:
-    def pin(tree: RowTree, node: TreeNode) -> None:
-        tree.num_pins += 1
-        node.own_locks += 1
-        node.lock_ref += 1
+    def pin(original: Any, cache: PrefixCacheManager, tokens: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr("raydix.cache_core.rows.prefix_cache_manager.path_up", lambda node: [node])
+            original(cache, tokens)
 
-    patch.setattr(RowTree, "pin", pin)
+    around(patch, PrefixCacheManager, "pin", pin)
 
 
 @fault
 def a_split_forgets_the_locks(patch: Patch) -> None:
-    def split(original: Any, tree: RowTree, node: TreeNode, end: int) -> Any:
-        above = original(tree, node, end)
+    def split(original: Any, cache: PrefixCacheManager, node: TreeNode, end: int) -> Any:
+        above = original(cache, node, end)
         if above is not node:
             above.lock_ref = 0
         return above
 
-    around(patch, RowTree, "split", split)
+    around(patch, PrefixCacheManager, "_split", split)
 
 
 @fault
 def a_split_forgets_the_rows(patch: Patch) -> None:
-    def split(original: Any, tree: RowTree, node: TreeNode, end: int) -> Any:
-        above = original(tree, node, end)
+    def split(original: Any, cache: PrefixCacheManager, node: TreeNode, end: int) -> Any:
+        above = original(cache, node, end)
         if above is not node:
-            tree.rows[above] = {}
+            cache._slots_at[above] = {}
         return above
 
-    around(patch, RowTree, "split", split)
+    around(patch, PrefixCacheManager, "_split", split)
 
 
 @fault
 def a_split_moves_the_pins_up(patch: Patch) -> None:
-    def split(original: Any, tree: RowTree, node: TreeNode, end: int) -> Any:
-        above = original(tree, node, end)
+    def split(original: Any, cache: PrefixCacheManager, node: TreeNode, end: int) -> Any:
+        above = original(cache, node, end)
         if above is not node:
             above.own_locks, node.own_locks = node.own_locks, 0
         return above
 
-    around(patch, RowTree, "split", split)
+    around(patch, PrefixCacheManager, "_split", split)
 
 
 @fault
 def a_reset_keeps_the_rows(patch: Patch) -> None:
     def reset(original: Any, cache: PrefixCacheManager) -> None:
-        if not hasattr(cache, "_index"):
+        if not hasattr(cache, "_rows"):
             original(cache)
 
     around(patch, PrefixCacheManager, "reset", reset)

@@ -217,7 +217,7 @@ class CheckedRowCache:
         assert sum(model.sizes()) == cache.num_slots
         assert {lease.lease_id for lease in cache.leases} == set(model.leases)
         for number, row in enumerate(model.rows):
-            known = cache.rows._records.recorded_key(number)
+            known = cache._records.recorded_key(number)
             record = (None, ()) if known is None else (known.extra_key, tuple(known.token_ids))
             assert record == row.record, f"row {number} holds {record}, not {row.record}"
             namespace, tokens = record

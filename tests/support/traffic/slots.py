@@ -106,8 +106,8 @@ class SlotTraffic:
         if way == 0:
             return self.pair.alloc()
         if way == 1:
-            empty = self.pair.cache.lowest_empty_slot()
-            return self.pair.alloc_at(empty) if empty >= 0 else -1
+            empty = min(self.pair.model_slots.free - self.pair.model.rows.keys(), default=-1)
+            return self.pair.alloc_at(empty) if empty >= 0 and self.pair.with_allocator else -1
         victim = self.pair.evict_lru_slot()
         if victim is None or victim in self.leases:
             return -1

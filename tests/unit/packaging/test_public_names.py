@@ -1,5 +1,6 @@
 """The names that users may rely on. A name leaves these lists only with a breaking release."""
 
+import ast
 import importlib
 import inspect
 
@@ -86,6 +87,14 @@ def test_all_is_sorted_and_names_nothing_twice(package: str) -> None:
     names = list(importlib.import_module(package).__all__)
 
     assert names == sorted(set(names))
+
+
+@each_package
+def test_type_checkers_see_the_same_names(package: str) -> None:
+    module = importlib.import_module(package)
+    imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
+
+    assert sorted(name.name for node in imports for name in node.names if name.asname == name.name) == module.__all__
 
 
 @each_package

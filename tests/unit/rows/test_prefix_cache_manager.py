@@ -13,7 +13,6 @@ from support.caches.invariant_fixtures import checked_after
 from raydix.cache_core import PrefixCacheManager, RadixKey, SlotAllocator
 from raydix.cache_core.errors import CoreError, InvalidKeyError, LockError, SlotError, StaleNodeError
 from raydix.cache_core.eviction.recency_queue import RecencyQueue
-from raydix.cache_core.rows.slot_allocator import SlotMask
 
 Make = Callable[..., PrefixCacheManager]
 MISS = (0, -1, 0)
@@ -108,17 +107,6 @@ def test_slots_beyond_one_word_of_the_mask_are_found() -> None:
     slots.free(1024)
     assert [slots.alloc(), slots.alloc(), slots.alloc()] == [1024, 2999, -1]
     slots.check_invariants()
-
-
-def test_masks_tell_what_they_share_and_what_not() -> None:
-    ours, theirs = SlotMask(5000, full=True), SlotMask(5000)
-    for slot in [0, 1, 1023, 1024, 4999]:
-        theirs.add(slot)
-
-    assert list(ours.common(theirs)) == [0, 1, 1023, 1024, 4999]
-    assert ours.lowest_outside(theirs) == 2
-    assert theirs.lowest_outside(ours) == -1
-    theirs.check_invariants()
 
 
 # ---------------------------------------------------------------- what is found
@@ -572,8 +560,7 @@ def test_a_conversation_goes_on_in_its_row_and_another_takes_a_copy(make: Make, 
 
     n, found, _ = cache.find((1, 2, 7))  # someone's row: copied
     assert not slots.is_free(found)
-    empty = cache.lowest_empty_slot()
-    slots.alloc_at(empty)
+    empty = slots.alloc()
     assert cache.copy_kv((1, 2, 7)[:n], empty, kv, 2) == 2
     cache.insert((1, 2, 7), empty, slots.version(empty))
 
@@ -593,7 +580,6 @@ def test_the_released_row_used_longest_ago_is_given_up_first(make: Make, slots: 
 
     assert [cache.evict_lru_slot() for _ in range(4)] == [1, 3, 0, None]
     assert [cache.slot_is_findable(slot) for slot in range(4)] == [False, False, True, False]
-    assert cache.lowest_empty_slot() == 0
 
     slots.free(2)
     assert cache.evict_lru_slot() == 2
@@ -713,5 +699,5 @@ def test_queues_do_not_outgrow_what_they_queue(make: Make) -> None:
         cache.find((turn, 1))
 
     assert cache.num_rows == 10
-    assert cache._index.tree._queue.num_entries <= 50
-    assert cache._index.released._queue.num_entries <= 50
+    assert cache._leaves.num_entries <= 50
+    assert cache._released.num_entries <= 50

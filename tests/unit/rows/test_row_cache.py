@@ -152,7 +152,7 @@ def test_a_row_that_nobody_owns_is_reused_in_place(cache: RowCache) -> None:
 def test_of_many_rows_with_a_prefix_those_recorded_last_are_looked_at(
     make: Callable[..., RowCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raydix.cache_core.rows.row_allocator._MAX_LOOKED_AT", 2)
+    monkeypatch.setattr("raydix.cache_core.rows.row_cache._MAX_LOOKED_AT", 2)
     cache = make(num_rows=4)
     assert [held(cache, name, 1, 2, 3, digit) for name, digit in (("a", 4), ("b", 5), ("c", 6))] == [0, 1, 2]
     cache.release("a", "s")
@@ -555,12 +555,12 @@ def test_pressure_is_told_when_fewer_slots_than_the_floor_are_free(make: Callabl
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
-        (lambda cache: cache.rows._allocator.free(0), "rule 1"),
-        (lambda cache: cache.rows._allocator.occupy(2), "rule 1"),
-        (lambda cache: cache.rows._records.forget(0), "rule 2"),
-        (lambda cache: cache.rows._records.insert(key(9, 9), 0, 1), "rule 2"),
-        (lambda cache: setattr(cache.rows, "cached_rows", 0), "rule 3"),
-        (lambda cache: cache.rows._allocator._versions.__setitem__(1, 7), "rule 3"),
+        (lambda cache: cache._allocator.free(0), "rule 3"),
+        (lambda cache: cache._allocator.occupy(2), "rule 3"),
+        (lambda cache: cache._records.forget(0), "rule 4"),
+        (lambda cache: cache._records.insert(key(9, 9), 0, 1), "rule 4"),
+        (lambda cache: cache._empty.add(1), "rule 5"),
+        (lambda cache: cache._allocator._versions.__setitem__(1, 7), "rule 5"),
         (lambda cache: setattr(cache.leases.get("a", "s"), "row", 2), r"\[0\]"),
         (lambda cache: setattr(cache.leases.get("a", "s"), "published_len", 3), "rule 1"),
         (lambda cache: setattr(cache.leases.get("a", "s"), "num_slots", 1), "rule 1"),
