@@ -22,6 +22,7 @@ from raydix.actors.tiers.disk_work import DiskWork
 from raydix.actors.tiers.disk_writes import DiskWrites
 from raydix.actors.tiers.record_file import BLOCK, stride_of
 from raydix.cache_core import RadixKey
+from raydix.cache_core.tiers.look_up import LookUp
 
 PROMPTS = [[1] * 16, [1] * 12 + [2] * 20, [1] * 12 + [3] * 4, [7] * 24]  # 4, 5 more, 1 more and 6 pages
 ALL = [16, 32, 16, 24]
@@ -609,14 +610,14 @@ async def test_a_damaged_state_that_is_loaded_alone_is_dropped(tmp_path: Path) -
             records.seek((state - 1) * stride_of(STATE_BYTES))
             records.write(bytes(8))
 
-        move = rig.disk.loads.prefetch(RadixKey(prompt))
+        move = rig.disk.loads.prefetch(LookUp(RadixKey(prompt)))
         assert move is not None and not move.num_pages and move.source_state == state
         await rig.wait(lambda: not rig.disk.loads.has_any)
         await rig.settle()
 
         assert rig.disk.stats().num_damaged == 1
         assert rig.cache.radix.cached_lens(RadixKey(prompt))[0] == 0
-        assert rig.disk.loads.prefetch(RadixKey(prompt)) is None, "it is met again and again"
+        assert rig.disk.loads.prefetch(LookUp(RadixKey(prompt))) is None, "it is met again and again"
 
 
 async def test_a_read_that_fails_is_a_miss_and_its_pages_stay(tmp_path: Path) -> None:
