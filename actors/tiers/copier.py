@@ -309,7 +309,8 @@ class _Queues:
         """Count a chunk that was copied, or failed."""
         with self._changed:
             copy.chunk_began = None
-            self._changed.notify_all()
+            if copy.is_cancelled or self._is_closed:  # The event loop may wait. The next chunk is this thread's.
+                self._changed.notify_all()
             if error is not None:
                 self._end(copy, "failed", error)
                 return

@@ -286,7 +286,8 @@ class _Steps:
             del work
             with self._changed:
                 self._busy.difference_update(names)
-                self._changed.notify_all()
+                if self._is_stopped or len(names) > 1:  # The next one of a step is this thread's.
+                    self._changed.notify_all()
 
     @property
     def _is_idle(self) -> bool:
