@@ -239,7 +239,9 @@ class VllmEventExporter:
             except InvalidRequest:
                 if await self._has_tiers(tiers):
                     raise
-                raise CacheUnavailable("the cache has restarted with other tiers") from None
+                snapshots = []
+            if not await self._has_tiers(tiers):
+                raise CacheUnavailable("the cache has restarted with other tiers")
             epochs = [snapshot.epoch for snapshot in snapshots]
             if epochs[0] != epochs[-1]:
                 raise StaleEpoch(epochs[0], epochs[-1])

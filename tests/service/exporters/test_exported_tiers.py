@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.exporters import vllm_subscriber
 from support.exporters.running_exporter import FREE_PORT, PAGE, exported, full, host_of, publish, restart
 from support.exporters.vllm_subscriber import VllmSubscriber
 from support.faults.faults import around
@@ -96,7 +97,7 @@ async def run_random_traffic(seed: int, num_actions: int = 150) -> VllmSubscribe
             with suppress(StaleEpoch):  # of the first verb after a restart
                 await act(random, cache, exporter, subscriber)
             if number % 10 == 9 or number == num_actions - 1:
-                await tiers_settled(cache)
+                await tiers_settled(host_of(cache).service)
                 await subscriber.agrees(exporter, cache)
     return subscriber
 
@@ -148,7 +149,8 @@ def give_all_events_the_medium_of_the_pool(patch: pytest.MonkeyPatch) -> None:
 )
 async def test_random_traffic_finds_a_fault(plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises((AssertionError, KeyError)):
+    monkeypatch.setattr(vllm_subscriber, "PATIENCE_S", 5)
+    with pytest.raises((AssertionError, KeyError, TimeoutError)):
         for seed in range(6):
             await run_random_traffic(seed)
 
@@ -162,11 +164,11 @@ async def test_one_tier_can_be_exported_alone(tier: str, medium: str) -> None:
         await subscriber.caught_up(exporter, cache)
         for page in (*range(1, 15), *range(1, 15)):
             await publish(cache, page)
-            await tiers_settled(cache)
+            await tiers_settled(host_of(cache).service)
         await cache.reset()
         for page in (*range(1, 15), *range(1, 15)):
             await publish(cache, page)
-            await tiers_settled(cache)
+            await tiers_settled(host_of(cache).service)
         assert await subscriber.agrees(exporter, cache)
         cleared = [event for batch in subscriber.batches for event in batch.events if not hasattr(event, "medium")]
 

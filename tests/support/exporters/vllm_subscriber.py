@@ -15,6 +15,7 @@ from raydix.actors.exporters.vllm_events import VllmEventExporter
 from raydix.schemas import KVEventSnapshot
 
 UNSIGNED = 2**64 - 1
+PATIENCE_S = 60  # to wait for a condition
 MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
 END_OF_REPLAY = bytes.fromhex(recorded()["end_of_replay"])
 
@@ -121,7 +122,7 @@ class VllmSubscriber:
         (epoch,) = {snapshot.epoch for snapshot in snapshots.values()}
         seqs = {tier: snapshot.seq for tier, snapshot in snapshots.items()}
         await self.until(lambda: (exporter._epoch, exporter._trouble) == (epoch, ""))
-        await self.until(lambda: all(exporter._seqs[tier] >= seq for tier, seq in seqs.items()))
+        await self.until(lambda: all(exporter._seqs.get(tier, -1) >= seq for tier, seq in seqs.items()))
         assert exporter._publisher is not None
         last = exporter._publisher.next_number - 1
         await self.until(lambda: self.number >= last and not self._is_asking)
@@ -138,7 +139,7 @@ class VllmSubscriber:
 
     async def until(self, holds: Any) -> None:
         """Wait until a condition holds. Fails if the reading has failed."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not holds():
                 if self._task.done():
                     self._task.result()
