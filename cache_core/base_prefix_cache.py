@@ -14,24 +14,12 @@ from raydix.cache_core.eviction.history import EvictionHistory
 from raydix.cache_core.eviction.tenants import Tenant, Tenants
 from raydix.cache_core.explanation import Explanation
 from raydix.cache_core.outline import Outline, OutlineLimits
-from raydix.cache_core.tree.hashing import hash_bytes, hash_to_int64, hash_token_ids
-from raydix.cache_core.tree.packed_slots import Starts
+from raydix.cache_core.tree.hashing import hash_bytes as hash_bytes
+from raydix.cache_core.tree.hashing import hash_to_int64 as hash_to_int64
+from raydix.cache_core.tree.hashing import hash_token_ids as hash_token_ids
+from raydix.cache_core.tree.packed_slots import Starts as Starts
 from raydix.cache_core.tree.page_events import Hashes, KVEventSink, PageRun
-from raydix.cache_core.tree.radix_key import RadixKey
-
-__all__ = [
-    "BasePrefixCache",
-    "EvictResult",
-    "InsertResult",
-    "MatchResult",
-    "PageInsert",
-    "PageMatch",
-    "RadixKey",
-    "Starts",
-    "hash_bytes",
-    "hash_to_int64",
-    "hash_token_ids",
-]
+from raydix.cache_core.tree.radix_key import RadixKey as RadixKey
 
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
 

@@ -197,7 +197,8 @@ class TriePrefixCache(BasePrefixCache):
 
         O(children of the root). Their pages are not matched any more, so they age and are evicted in LRU order.
         """
-        present = {child.tokens[0][:2] for child in self._trie.root.children.values()}
+        firsts = [child.tokens[0] for child in self._trie.root.children.values()]
+        present = {first[:2] for first in firsts if isinstance(first, FirstToken)}
         spaces = {extra_key for extra_key, _ in present}
         meant = {extra_key for extra_key, times in present if times == self._times_retired.get(extra_key, 0)}
         meant = {extra_key for extra_key in meant if is_meant(extra_key)}

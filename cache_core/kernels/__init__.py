@@ -8,6 +8,8 @@ Attributes:
     CORE: the same in a word.
 """
 
+# ruff: noqa: E402 -- what precedes the imports of the modules decides in which form they are imported
+
 from __future__ import annotations
 
 import os
@@ -48,74 +50,36 @@ if not COMPILED:  # An import from this folder must find sources alone.
         sys.modules.pop(f"{__name__}.{_name}", None)
     sys.path_importer_cache[str(_FOLDER)] = FileFinder(str(_FOLDER), (SourceFileLoader, SOURCE_SUFFIXES))
 
-from raydix.cache_core.kernels.packed_slots import expand, is_row, join, pack_slots  # noqa: E402
-from raydix.cache_core.kernels.page_lists import free_pages  # noqa: E402
-from raydix.cache_core.kernels.page_memory import HashMemory, PageMemory  # noqa: E402
-from raydix.cache_core.kernels.page_table import (  # noqa: E402
-    END,
-    NOTE,
-    PENDING,
-    PROMISED,
-    REMOVE_END,
-    STORE_END,
-    STORED,
-    PageTable,
-)
-from raydix.cache_core.kernels.tree import (  # noqa: E402
-    Children,
-    Key,
-    LockAccounting,
-    Node,
-    RankedQueue,
-    TwoRankedQueues,
-    Victims,
-    add_leaf,
-    detach_leaf,
-    gather,
-    is_on_path,
-    last_use,
-    namespace_root,
-    pack,
-    rekey_children,
-    split_node,
-    walk,
-    walk_and_split,
-)
-
-__all__ = [
-    "COMPILED",
-    "CORE",
-    "Children",
-    "END",
-    "HashMemory",
-    "Key",
-    "LockAccounting",
-    "NOTE",
-    "Node",
-    "PENDING",
-    "PROMISED",
-    "PageMemory",
-    "PageTable",
-    "REMOVE_END",
-    "RankedQueue",
-    "STORED",
-    "STORE_END",
-    "TwoRankedQueues",
-    "Victims",
-    "add_leaf",
-    "detach_leaf",
-    "expand",
-    "free_pages",
-    "gather",
-    "is_on_path",
-    "is_row",
-    "join",
-    "last_use",
-    "namespace_root",
-    "pack",
-    "pack_slots",
-    "rekey_children",
-    "split_node",
-    "walk",
-    "walk_and_split",
-]
+from raydix.cache_core.kernels.packed_slots import expand as expand
+from raydix.cache_core.kernels.packed_slots import is_row as is_row
+from raydix.cache_core.kernels.packed_slots import join as join
+from raydix.cache_core.kernels.packed_slots import pack_slots as pack_slots
+from raydix.cache_core.kernels.page_lists import free_pages as free_pages
+from raydix.cache_core.kernels.page_memory import HashMemory as HashMemory
+from raydix.cache_core.kernels.page_memory import PageMemory as PageMemory
+from raydix.cache_core.kernels.page_table import END as END
+from raydix.cache_core.kernels.page_table import NOTE as NOTE
+from raydix.cache_core.kernels.page_table import PENDING as PENDING
+from raydix.cache_core.kernels.page_table import PROMISED as PROMISED
+from raydix.cache_core.kernels.page_table import REMOVE_END as REMOVE_END
+from raydix.cache_core.kernels.page_table import STORE_END as STORE_END
+from raydix.cache_core.kernels.page_table import STORED as STORED
+from raydix.cache_core.kernels.page_table import PageTable as PageTable
+from raydix.cache_core.kernels.tree import Children as Children
+from raydix.cache_core.kernels.tree import Key as Key
+from raydix.cache_core.kernels.tree import LockAccounting as LockAccounting
+from raydix.cache_core.kernels.tree import Node as Node
+from raydix.cache_core.kernels.tree import RankedQueue as RankedQueue
+from raydix.cache_core.kernels.tree import TwoRankedQueues as TwoRankedQueues
+from raydix.cache_core.kernels.tree import Victims as Victims
+from raydix.cache_core.kernels.tree import add_leaf as add_leaf
+from raydix.cache_core.kernels.tree import detach_leaf as detach_leaf
+from raydix.cache_core.kernels.tree import gather as gather
+from raydix.cache_core.kernels.tree import is_on_path as is_on_path
+from raydix.cache_core.kernels.tree import last_use as last_use
+from raydix.cache_core.kernels.tree import namespace_root as namespace_root
+from raydix.cache_core.kernels.tree import pack as pack
+from raydix.cache_core.kernels.tree import rekey_children as rekey_children
+from raydix.cache_core.kernels.tree import split_node as split_node
+from raydix.cache_core.kernels.tree import walk as walk
+from raydix.cache_core.kernels.tree import walk_and_split as walk_and_split

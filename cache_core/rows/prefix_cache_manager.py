@@ -36,12 +36,10 @@ from raydix.cache_core.eviction.recency_queue import RecencyQueue
 from raydix.cache_core.kernels import last_use, walk
 from raydix.cache_core.outline import Outline, OutlineLimits, head_of, outline
 from raydix.cache_core.radix.format import format_tree, head_line, outline_node
-from raydix.cache_core.rows.slot_allocator import SlotAllocator
+from raydix.cache_core.rows.slot_allocator import SlotAllocator as SlotAllocator
 from raydix.cache_core.tree.radix_key import RadixKey
 from raydix.cache_core.tree.radix_tree import RadixTree
 from raydix.cache_core.tree.tree_node import TreeNode, Use
-
-__all__ = ["FoundRow", "PrefixCacheManager", "SlotAllocator"]
 
 
 class FoundRow(NamedTuple):
