@@ -615,7 +615,7 @@ async def test_a_damaged_state_that_is_loaded_alone_is_dropped(tmp_path: Path) -
         await rig.wait(lambda: not rig.disk.loads.has_any)
         await rig.settle()
 
-        assert rig.disk.stats().num_damaged == 1
+        assert rig.disk.stats().damaged_records == 1
         assert rig.cache.radix.cached_lens(RadixKey(prompt))[0] == 0
         assert rig.disk.loads.prefetch(LookUp(RadixKey(prompt))) is None, "it is met again and again"
 
