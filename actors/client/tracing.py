@@ -54,7 +54,7 @@ def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
 
 def traced_verbs() -> list[str]:
     """Return the client's methods that get spans, as the classes of their requests say."""
-    public = [getattr(schemas, name) for name in dir(schemas)]
+    public = [getattr(schemas, name) for name in schemas.__all__]
     requests = [model for model in public if isinstance(model, type) and issubclass(model, Message)]
     return [request.traced_as for request in requests if request.traced_as is not None]
 
