@@ -48,5 +48,7 @@ if TYPE_CHECKING:  # the one list of public names: `lazy_names` reads it
     from raydix.actors.fleet.fleet import connect_fleet as connect_fleet
     from raydix.actors.fleet.route import Route as Route
     from raydix.actors.service.cache_actor import PrefixCacheActor as PrefixCacheActor
+
+    __all__: list[str]
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__)

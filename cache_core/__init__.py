@@ -70,5 +70,7 @@ from raydix.cache_core.tree.radix_key import RadixKey as RadixKey
 from raydix.cache_core.tree.tree_node import TreeNode as TreeNode
 from raydix.cache_core.trie.trie_node import TrieNode as TrieNode
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    __all__: list[str]
+else:
     __all__ = sorted(name for name, thing in vars().items() if getattr(thing, "__module__", "").startswith(__name__))

@@ -126,5 +126,7 @@ if TYPE_CHECKING:  # the one list of public names: `lazy_names` reads it
     from raydix.schemas.tree import TreeBranch as TreeBranch
     from raydix.schemas.tree import TreeRequest as TreeRequest
     from raydix.schemas.tree import TreeResponse as TreeResponse
+
+    __all__: list[str]
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__)

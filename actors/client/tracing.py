@@ -55,7 +55,7 @@ def trace_verbs(tracer_provider: Any = None) -> Callable[[], None]:
 
 def traced_verbs() -> list[tuple[type, str]]:
     """Return the methods of leases and clients that get spans, as the classes of their requests say."""
-    public = [getattr(schemas, name) for name in dir(schemas)]
+    public = [getattr(schemas, name) for name in schemas.__all__]
     requests = [model for model in public if isinstance(model, type) and issubclass(model, Message)]
     verbs = [request.traced_as for request in requests if request.traced_as is not None]
     return [(Lease if hasattr(Lease, verb) else PrefixCacheClient, verb) for verb in verbs]

@@ -608,7 +608,7 @@ def test_a_cache_goes_on_if_its_loop_ends_while_its_disk_is_read(
     tmp_path: Path, run: Callable[[Coroutine[Any, Any, None]], None]
 ) -> None:
     cache, calls = LocalPrefixCache(disk_config(tmp_path, fingerprint="")), FaultyFileCalls()
-    tier_of(cache)._calls = calls
+    tier_of(cache).files.calls = calls
     model, go_on = ModelFingerprint(weights="1", fields={"name": "model"}), calls.stall("SELECT")
 
     async def bind() -> None:
