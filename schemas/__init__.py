@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         WeightsRequest,
         WeightsResponse,
     )
+    from raydix.schemas.layer_shape import LayerShape
     from raydix.schemas.leases import LeaseGrant, LeaseOwner
     from raydix.schemas.message import Message
     from raydix.schemas.namespace import frame_namespace, namespaces_of, unframe_namespace
@@ -189,6 +190,7 @@ __all__ = [
     "KVEventBatch",
     "KVEventSnapshot",
     "KVResponse",
+    "LayerShape",
     "LeaseConfig",
     "LeaseExpired",
     "LeaseGrant",
@@ -273,6 +275,7 @@ __getattr__ = lazy_names(
         "fingerprint": (
             "BindModelRequest BindModelResponse ModelFingerprint SetWeightsRequest WeightsRequest WeightsResponse"
         ),
+        "layer_shape": "LayerShape",
         "leases": "LeaseGrant LeaseOwner",
         "message": "Message",
         "namespace": "frame_namespace namespaces_of unframe_namespace",

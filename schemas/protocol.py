@@ -19,7 +19,7 @@ from raydix.schemas.version import package_version
 # Raise it whenever a message, a call or the meaning of one changes. A default of `CacheConfig` that changes gets a new
 # protocol number: `CacheConfig.digest()` leaves out fields that have their default, so equal digests would stand for
 # different configurations otherwise. A field that is added with a default needs no new number.
-PROTOCOL = 9
+PROTOCOL = 10
 
 Handshake = tuple[str, int, str]
 _NAME = "raydix"

@@ -107,7 +107,7 @@ async def test_a_tier_that_is_not_there_is_refused_with_the_names_of_those_that_
 
 
 async def test_a_pool_of_tensors_on_the_cpu_has_the_medium_gpu_too_and_copies_publish_on_the_host() -> None:
-    pool = PoolConfig(num_slots=8 * PAGE, num_layers=1, num_kv_heads=1, head_dim=2, device="cpu")
+    pool = PoolConfig.uniform(num_slots=8 * PAGE, num_layers=1, num_kv_heads=1, head_dim=2, device="cpu")
     host = HostConfig(num_slots=32 * PAGE, reserve=0.5)
     async with LocalPrefixCache(tiered(pool=pool, eviction=EvictionConfig(), host=host)) as cache:
         index = ReplayedIndex()
