@@ -6,7 +6,7 @@ Real traces, of an hour of chat each, are in the folder FAST25-release/traces of
 https://github.com/kvcache-ai/Mooncake; `raydix.actors.observe.trace` describes their format. They contain hashes of
 blocks of 512 tokens and no text. The replay expands each hash to 512 token ids, so that equal prefixes stay equal.
 
-The cache is a Ray actor without tensors (`num_layers=0`). `PrefixCacheClient` reaches it as a scheduler would. With
+The cache is a Ray actor without tensors. `PrefixCacheClient` reaches it as a scheduler would. With
 `--local` the same cache runs in this process, without Ray. The command `raydix replay` also compares policies and page
 sizes, and draws the rates.
 """

@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # the one list of public names: `lazy_names` reads it
     from raydix.schemas.fingerprint import SetWeightsRequest as SetWeightsRequest
     from raydix.schemas.fingerprint import WeightsRequest as WeightsRequest
     from raydix.schemas.fingerprint import WeightsResponse as WeightsResponse
+    from raydix.schemas.layer_shape import LayerShape as LayerShape
     from raydix.schemas.leases import LeaseGrant as LeaseGrant
     from raydix.schemas.leases import LeaseOwner as LeaseOwner
     from raydix.schemas.message import Message as Message

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from raydix.schemas.layer_shape import LayerKind, Layers, in_runs
 from raydix.schemas.segment import Segment, bytes_of, check_segments
 from raydix.schemas.shown import brief
 from raydix.schemas.tenants import TenantConfig, check_tenants
@@ -20,13 +21,11 @@ MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
 
 
 _STRIDE_TOKENS = 512
-_Count = Annotated[int, Field(ge=0)]
-KVShape = tuple[_Count, _Count, _Count]  # num_kv_heads, head_dim, v_head_dim of a layer
 
 # size of a record -> its table of segments
 _TABLES = {"slot_bytes": "segments", "swa_slot_bytes": "swa_segments", "state_bytes": "state_segments"}
 
-_OF_LAYERS = (  # fields of pools with layers
+_OF_A_LAYER = (  # fields that a pool does not have
     *("num_layers", "num_kv_heads", "head_dim", "v_head_dim", "kv_shapes", "layer_kinds", "state_shapes"),
     *("index_head_dim", "index_layers"),
 )
@@ -78,25 +77,10 @@ class PoolConfig(_Config):
     format: Literal["layers", "opaque"] = Field(
         default="layers", description="layers: K and V by slot; opaque: a record of bytes for each page"
     )
-    num_layers: int = Field(default=0, ge=0, description="0 makes an index-only cache, without tensors")
-    num_kv_heads: int = Field(default=0, ge=0)
-    head_dim: int = Field(default=0, ge=0, description="elements of one head's K")
-    v_head_dim: int | None = Field(default=None, ge=0, description="elements of one head's V; None: as K")
-    kv_shapes: tuple[KVShape, ...] | None = Field(
-        default=None,
-        description="(num_kv_heads, head_dim, v_head_dim) of each layer, where layers differ; (0, 0, 0) for a state "
-        "layer. num_kv_heads, head_dim and v_head_dim are then left out",
-    )
-    index_head_dim: int = Field(
-        default=0,
-        ge=0,
-        description="elements of a token's index key, which sparse attention keeps with K and V; 0: none",
-    )
-    index_layers: tuple[_Count, ...] | None = Field(
-        default=None, description="layers with index keys, in ascending order; None: all full-attention layers"
-    )
-    layer_kinds: tuple[Literal["full", "swa", "state"], ...] | None = Field(
-        default=None, description="each layer keeps KV, sliding-window KV or a recurrent state; None: all keep KV"
+    layers: Layers = Field(
+        default=(),
+        description="the shape of each layer; an entry with a count stands for as many layers; empty: an index-only "
+        "cache, without tensors",
     )
     num_swa_slots: int | None = Field(
         default=None,
@@ -109,9 +93,6 @@ class PoolConfig(_Config):
         ge=0,
         le=MAX_SLOTS,
         description="recurrent states, those of leases included; with only one, no state is reused",
-    )
-    state_shapes: tuple[tuple[Annotated[int, Field(ge=1)], ...], ...] = Field(
-        default=(), description="shapes of a state layer's tensors"
     )
     slot_bytes: int = Field(default=0, ge=0, description="opaque: bytes of a slot in the record of a page")
     swa_slot_bytes: int = Field(default=0, ge=0, description="opaque: bytes of a slot in the record of a window half")
@@ -127,12 +108,50 @@ class PoolConfig(_Config):
     ] = "bfloat16"
     device: Annotated[str, AfterValidator(_checked_device)] = "auto"
 
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        index_head_dim: int = 0,
+        **fields: Any,
+    ) -> Self:
+        """Return the configuration of a pool with layers of full attention that are alike.
+
+        Args:
+            num_layers: the number of layers.
+            num_kv_heads: KV heads of a layer.
+            head_dim: elements of one head's K.
+            v_head_dim: elements of one head's V; None: as K.
+            index_head_dim: elements of a token's index key; 0: none.
+            fields: the other fields of `PoolConfig`, such as `num_slots`.
+
+        Raises:
+            ValidationError: a value is wrong.
+        """
+        layer = {
+            "count": num_layers,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "v_head_dim": v_head_dim,
+            "index_head_dim": index_head_dim,
+        }
+        return cls.model_validate({"layers": [layer], **fields})
+
     @model_validator(mode="before")
     @classmethod
     def _records_are_as_long_as_their_segments(cls, given: Any) -> Any:
         """Take the bytes of a record from its segments, where they are given."""
         if not isinstance(given, dict):
             return given
+        if of_layers := [name for name in _OF_A_LAYER if name in given]:
+            raise ValueError(
+                f"{of_layers[0]} is a layer's: use PoolConfig.uniform(...), or "
+                "layers: [{count: 32, num_kv_heads: 8, head_dim: 128}]"
+            )
         sums = {size: bytes_of(given.get(table)) for size, table in _TABLES.items() if not given.get(size)}
         return given | {size: num_bytes for size, num_bytes in sums.items() if num_bytes}
 
@@ -142,8 +161,8 @@ class PoolConfig(_Config):
             if given := [name for pair in _TABLES.items() for name in pair if getattr(self, name)]:
                 raise ValueError(f"{given[0]} is for format='opaque', which has records in place of layers")
             return self
-        if given := [name for name in _OF_LAYERS if getattr(self, name) not in (0, None, ())]:
-            raise ValueError(f"{given[0]} is for pools with layers, and format='opaque' has records: leave it out")
+        if self.layers:
+            raise ValueError("layers is for pools with layers, and format='opaque' has records: leave it out")
         if not (self.slot_bytes or self.swa_slot_bytes or self.state_bytes):
             raise ValueError("format='opaque' needs slot_bytes, or segments")
         if bool(self.state_bytes) != bool(self.num_state_slots):
@@ -155,108 +174,33 @@ class PoolConfig(_Config):
         return self
 
     @model_validator(mode="after")
-    def _layers_have_a_shape(self) -> Self:
-        if self.num_layers and self.kv_shapes is None and not (self.num_kv_heads and self.head_dim):
-            raise ValueError(
-                "a pool with layers needs num_kv_heads and head_dim of at least 1, or kv_shapes where layers differ"
-            )
+    def _states_have_slots(self) -> Self:
+        if self.has_layers_of("state") and not self.num_state_slots:
+            raise ValueError("a pool with state layers needs num_state_slots")
         return self
 
-    @model_validator(mode="after")
-    def _layers_have_a_kind(self) -> Self:
-        kinds = self.layer_kinds or ()
-        if self.layer_kinds is not None and len(kinds) != self.num_layers:
-            raise ValueError(f"layer_kinds names {len(kinds)} layers, but num_layers is {self.num_layers}")
-        if "state" in kinds and not (self.num_state_slots and self.state_shapes):
-            raise ValueError('a pool with "state" layers needs num_state_slots and state_shapes')
-        return self
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, in_runs(value) if name == "layers" else value
 
-    @model_validator(mode="after")
-    def _kv_shapes_fit_the_layers(self) -> Self:
-        if self.kv_shapes is None:
-            return self
-        if self.num_kv_heads or self.head_dim or self.v_head_dim is not None:
-            raise ValueError("kv_shapes has the shape of each layer: leave out num_kv_heads, head_dim and v_head_dim")
-        if len(self.kv_shapes) != self.num_layers:
-            raise ValueError(f"kv_shapes has {len(self.kv_shapes)} layers, but num_layers is {self.num_layers}")
-        kinds = self.layer_kinds or ("full",) * self.num_layers
-        for layer, (kind, shape) in enumerate(zip(kinds, self.kv_shapes, strict=True)):
-            if kind == "state" and any(shape):
-                raise ValueError(f"kv_shapes of layer {layer}, which keeps a state, must be (0, 0, 0), not {shape}")
-            if kind != "state" and not all(shape[:2]):
-                wanted = "num_kv_heads and head_dim of at least 1"
-                raise ValueError(f"kv_shapes of layer {layer} must be {wanted}, not {shape}")
-        _check_shapes_differ(shape for shape in self.kv_shapes if any(shape))
-        return self
-
-    @model_validator(mode="after")
-    def _index_keys_have_layers(self) -> Self:
-        if not self.index_head_dim:
-            if self.index_layers is not None:
-                raise ValueError("index_layers is for pools with index keys: set index_head_dim, or leave it out")
-            return self
-        kinds = self.layer_kinds or ("full",) * self.num_layers
-        full = tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
-        if self.index_layers is None:
-            if not full:
-                raise ValueError("index_head_dim needs a full-attention layer, or index_layers with window layers")
-            return self
-        layers = self.index_layers
-        if not layers or list(layers) != sorted(set(layers)) or layers[-1] >= self.num_layers:
-            raise ValueError(
-                f"index_layers must be layers from 0 to {self.num_layers - 1} in ascending order, not {layers}"
-            )
-        if layers == full:
-            raise ValueError("index_layers names all full-attention layers, as None does: leave it out")
-        if of_states := [layer for layer in layers if kinds[layer] == "state"]:
-            raise ValueError(f"layer {of_states[0]} keeps a state, and no keys: leave it out of index_layers")
-        return self
+    def has_layers_of(self, kind: LayerKind) -> bool:
+        """Return whether the pool has a layer of this kind."""
+        return any(layer.kind == kind for layer in self.layers)
 
     @property
     def has_tensors(self) -> bool:
         """Whether the pool keeps KV: an index-only cache has none."""
-        return self.format == "opaque" or self.num_layers > 0
+        return self.format == "opaque" or bool(self.layers)
 
     @property
     def may_lie_on_gpu(self) -> bool:
         """Whether the pool keeps KV that this configuration does not put on the CPU."""
         return self.device != "cpu" and self.has_tensors
 
-    @property
-    def layer_shapes(self) -> tuple[KVShape, ...]:
-        """Return (num_kv_heads, head_dim, v_head_dim) of each layer, however given; (0, 0, 0) for a state layer."""
-        if self.kv_shapes is not None:
-            return self.kv_shapes
-        shape = self.num_kv_heads, self.head_dim, self.head_dim if self.v_head_dim is None else self.v_head_dim
-        kinds = self.layer_kinds or ("full",) * self.num_layers
-        return tuple((0, 0, 0) if kind == "state" else shape for kind in kinds)
-
-    @property
-    def index_dims(self) -> tuple[int, ...]:
-        """Return the elements of an index key in each layer, 0 where a layer has none; empty if no layer has any."""
-        if not self.index_head_dim:
-            return ()
-        kinds, layers = self.layer_kinds or ("full",) * self.num_layers, self.index_layers
-        has_keys = [kind == "full" if layers is None else layer in layers for layer, kind in enumerate(kinds)]
-        return tuple(self.index_head_dim if has else 0 for has in has_keys)
-
 
 def _multiple(number: int, unit: int) -> int:
     """Return the nearest multiple of `unit` below a number, or `unit`."""
     return max(number - number % unit, unit)
-
-
-def _check_shapes_differ(shapes: Iterable[KVShape]) -> None:
-    """Raise ValueError unless shapes differ: layers that are alike have one configuration, and so one digest."""
-    found = set(shapes)
-    if len(found) > 1:
-        return
-    if not found:
-        raise ValueError("kv_shapes is for layers that differ, but none keeps KV: set num_kv_heads and head_dim")
-    ((heads, head_dim, v_head_dim),) = found
-    fields = f"num_kv_heads={heads}, head_dim={head_dim}"
-    fields += f", v_head_dim={v_head_dim}" if v_head_dim != head_dim else ""
-    raise ValueError(f"kv_shapes is for layers that differ, but all with KV are alike: set {fields} instead")
 
 
 Policy = Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "2q"]
@@ -470,6 +414,10 @@ class GhostConfig(_Config):
     )
 
 
+_TREES = ("radix", "mamba")
+_PAGES = (*_TREES, "trie", "chunk")
+
+
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "validate"')  # a deprecated method of pydantic's own
 
@@ -543,11 +491,33 @@ with warnings.catch_warnings():
             return self
 
         @model_validator(mode="after")
+        def _kind_has_its_features(self) -> Self:
+            pool, differ = self.pool, len(set(self.pool.layers)) > 1
+            has_index = any(layer.index_head_dim for layer in pool.layers)
+            features = {  # feature -> whether it is used, the kinds that have it, the reason why others have not
+                "sliding_window_size": (self.sliding_window_size is not None, _TREES, ""),
+                "index_head_dim of pool.layers": (has_index, _TREES, ""),
+                "eviction.policy": (self.eviction.policy != "lru", _TREES, ": it evicts by 'lru' only"),
+                "tenants": (bool(self.tenants), _TREES, ""),
+                "host": (self.host is not None, _TREES, ""),
+                "disk": (self.disk is not None, _TREES, ""),
+                "events": (bool(self.events), (*_TREES, "chunk"), ""),
+                "ghost": (self.ghost is not None, (*_TREES, "trie"), ": its requests share no pages"),
+                "bigram": (self.bigram, ("radix", "trie", "chunk"), ": it has a place for each token, not for pairs"),
+                "pool.format='opaque'": (pool.format == "opaque", _PAGES, ": its sequences are not whole pages"),
+                "pool.layers that differ": (differ, _PAGES, ": its sequences are one tensor"),
+            }
+            for feature, (is_used, kinds, reason) in features.items():
+                if is_used and self.kind not in kinds:
+                    *others, last = map(repr, kinds)
+                    named = f"{', '.join(others)} and {last}"
+                    raise ValueError(f"{feature} is for kinds {named}, not {self.kind!r}{reason}")
+            return self
+
+        @model_validator(mode="after")
         def _kind_has_its_pools(self) -> Self:
-            kinds = self.pool.layer_kinds or ()
-            if self.sliding_window_size is not None and self.kind not in ("radix", "mamba"):
-                raise ValueError(f"sliding_window_size is for kinds 'radix' and 'mamba', not {self.kind!r}")
-            if self.sliding_window_size is None and (self.pool.num_swa_slots is not None or "swa" in kinds):
+            has_windows = self.pool.num_swa_slots is not None or self.pool.has_layers_of("swa")
+            if self.sliding_window_size is None and has_windows:
                 raise ValueError("a pool with window slots or 'swa' layers needs sliding_window_size")
             if (self.pool.num_swa_slots or 0) % self.page_size:
                 raise ValueError(
@@ -562,16 +532,8 @@ with warnings.catch_warnings():
         def _records_are_pages(self) -> Self:
             if self.pool.format == "layers":
                 return self
-            if self.kind == "slots":
-                raise ValueError("pool.format='opaque' is not for kind 'slots': its sequences are not whole pages")
             if (self.sliding_window_size is not None) != bool(self.pool.swa_slot_bytes):
                 raise ValueError("pool.format='opaque' needs swa_slot_bytes and sliding_window_size, or neither")
-            return self
-
-        @model_validator(mode="after")
-        def _kind_has_index_keys(self) -> Self:
-            if self.pool.index_head_dim and self.kind not in ("radix", "mamba"):
-                raise ValueError(f"pool.index_head_dim is for kinds 'radix' and 'mamba', not {self.kind!r}")
             return self
 
         @model_validator(mode="after")
@@ -580,10 +542,6 @@ with warnings.catch_warnings():
                 raise ValueError("kind 'slots' needs max_seq_len, and no other kind takes it")
             if self.max_seq_len is None:
                 return self
-            if self.bigram:
-                raise ValueError("bigram is not for kind 'slots': a row holds one position per token")
-            if self.pool.kv_shapes is not None:
-                raise ValueError("kv_shapes is not for kind 'slots': its sequences are one tensor, with layers alike")
             if self.max_seq_len % self.page_size:
                 raise ValueError(
                     f"max_seq_len ({self.max_seq_len}) must be a multiple of page_size ({self.page_size}): set it to "
@@ -594,18 +552,6 @@ with warnings.catch_warnings():
                     f"num_slots ({self.pool.num_slots}) must be a multiple of max_seq_len ({self.max_seq_len}): set it "
                     f"to {_multiple(self.pool.num_slots, self.max_seq_len)}, say"
                 )
-            return self
-
-        @model_validator(mode="after")
-        def _kind_takes_pairs(self) -> Self:
-            if self.bigram and self.kind == "mamba":
-                raise ValueError("kind 'mamba' takes no bigram keys: a hit would end one token before its state")
-            return self
-
-        @model_validator(mode="after")
-        def _kind_heeds_its_policy(self) -> Self:
-            if self.eviction.policy != "lru" and self.kind not in ("radix", "mamba"):
-                raise ValueError(f"kind {self.kind!r} evicts by 'lru' only, not by {self.eviction.policy!r}")
             return self
 
         @field_validator("events", mode="before")
@@ -627,15 +573,7 @@ with warnings.catch_warnings():
             return self
 
         @model_validator(mode="after")
-        def _kind_publishes_events(self) -> Self:
-            if self.events and self.kind not in ("radix", "mamba", "chunk"):
-                raise ValueError(f"events need kind 'radix', 'mamba' or 'chunk', not {self.kind!r}")
-            return self
-
-        @model_validator(mode="after")
-        def _kind_has_tenants(self) -> Self:
-            if self.tenants and self.kind not in ("radix", "mamba"):
-                raise ValueError(f"tenants are for kinds 'radix' and 'mamba', not {self.kind!r}")
+        def _tenants_fit_the_pool(self) -> Self:
             if self.tenants and self.eviction.policy == "2q":
                 raise ValueError(
                     "eviction.policy='2q' takes no tenants: choose another policy, 'lru' say, or leave the tenants out"
@@ -644,7 +582,7 @@ with warnings.catch_warnings():
             return self
 
         @model_validator(mode="after")
-        def _kind_has_a_host_tier(self) -> Self:
+        def _host_tier_fits_the_pool(self) -> Self:
             host = self.host
             if host is None:
                 return self
@@ -659,12 +597,10 @@ with warnings.catch_warnings():
             return self
 
         @model_validator(mode="after")
-        def _kind_has_a_disk_tier(self) -> Self:
+        def _disk_tier_fits_the_pool(self) -> Self:
             disk = self.disk
             if disk is None:
                 return self
-            if self.kind not in ("radix", "mamba"):
-                raise ValueError(f"disk is for kinds 'radix' and 'mamba', not {self.kind!r}")
             if self.host is None and self.pool.may_lie_on_gpu:
                 raise ValueError(
                     f"disk needs a tier in host memory above it: set pool.device to 'cpu', not {self.pool.device!r}, "
@@ -688,12 +624,6 @@ with warnings.catch_warnings():
                         f"{name}.{field} ({number}) must be a multiple of page_size ({page}): set it to "
                         f"{_multiple(number, page)}, say"
                     )
-
-        @model_validator(mode="after")
-        def _kind_has_a_ghost(self) -> Self:
-            if self.ghost is not None and self.kind in ("chunk", "slots"):
-                raise ValueError(f"ghost needs a kind that shares pages (radix, mamba, trie), not {self.kind!r}")
-            return self
 
         @property
         def host_sizes(self) -> TierSizes:

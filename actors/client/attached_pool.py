@@ -172,7 +172,7 @@ class AttachedPool:
     def k(self) -> list[torch.Tensor]:
         """Each layer's K, `[num_slots + page_size, num_kv_heads, head_dim]`; in kind "slots" `[num_slots, ...]`.
 
-        With `PoolConfig.kv_shapes` each layer has its own shape. Window layers have `num_swa_slots`.
+        Layers that differ in `PoolConfig.layers` each have a shape of their own. Window layers have `num_swa_slots`.
         """
         return self._mapped_pool().k
 
@@ -373,7 +373,7 @@ class AttachedPool:
             raise type(self._lost)(*self._lost.args)
 
     def _checked_layer(self, layer: int) -> int:
-        num_layers = 0 if isinstance(self.layout, RecordLayout) else self.layout.num_layers
+        num_layers = 0 if isinstance(self.layout, RecordLayout) else len(self.layout.layers)
         with suppress(Exception):  # `index` of a foreign object may raise any error
             if 0 <= index(layer) < num_layers:
                 return index(layer)

@@ -33,7 +33,7 @@ from raydix.actors.cluster.capacity import (
     read_tier_capacity,
 )
 from raydix.actors.cluster.settings_file import Key, SettingsError, StandardInput, read_value, read_yaml
-from raydix.schemas import CacheConfig, PoolConfig
+from raydix.schemas import CacheConfig, LayerShape, PoolConfig
 from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.config import TierSizes
 from raydix.schemas.shown import cut, fault_text
@@ -296,15 +296,14 @@ def _token_bytes(pool: Mapping[str, Any], run_len: int) -> tuple[int, str]:
     except ValidationError:
         return 0, "the layers of the pool are not valid"
     if not config.has_tensors:
-        return 0, "the pool has no layers, so num_layers, num_kv_heads and head_dim do not give the bytes of a token"
+        return 0, "the pool has no layers, so pool.layers does not give the bytes of a token"
     of_others_alone = config.format == "opaque" and not config.slot_bytes
     if pool.get("num_swa_slots") is not None or config.num_state_slots or of_others_alone:
         return 0, "window slots and states take bytes of their own"
     if config.format == "opaque":
         return config.slot_bytes, ""
     item_bytes = int("".join(filter(str.isdigit, config.dtype.partition("_")[0]))) // 8
-    of_kv = sum(heads * (k_dim + v_dim) for heads, k_dim, v_dim in config.layer_shapes)
-    return item_bytes * (of_kv + sum(config.index_dims)), ""
+    return item_bytes * sum(math.prod(shape) for layer in config.layers for shape in layer.shapes), ""
 
 
 def as_yaml(settings: Settings) -> str:
@@ -446,6 +445,8 @@ def _whole_number(value: Any) -> int | None:
 
 def _suggestion(key: Key) -> str:
     """Return advice with the known key nearest to a wrong one."""
+    if key[0] == "pool" and key[-1] in LayerShape.model_fields:
+        return "pool.layers: [{count: 32, num_kv_heads: 8, head_dim: 128}]"
     named = {".".join(known): known for known in _KINDS}
     for text, known in named.items():
         if known[-1] == key[-1]:

@@ -14,17 +14,16 @@ The index keys of sparse attention lie in the layer of K and V.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from raydix.actors.huggingface.errors import refusing
-from raydix.schemas import ConfigMismatch
+from raydix.schemas import ConfigMismatch, LayerShape
+from raydix.schemas.layer_shape import LayerKind
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
-
-Kind: TypeAlias = Literal["full", "swa", "state"]
 
 
 class PoolLayers(NamedTuple):
@@ -33,19 +32,6 @@ class PoolLayers(NamedTuple):
     kv: int | None = None  # the layer of its K and V
     window: int | None = None  # tokens that it attends to; None: all
     state: int | None = None  # the layer of its recurrent state
-
-
-class KVShape(NamedTuple):
-    """Shape of the K, V and index key of one token in a layer."""
-
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    index_head_dim: int = 0  # in elements of the pool's dtype; 0: the layer keeps no index keys
-
-
-NO_KV = KVShape(0, 0, 0)
-"""The shape in a layer of the pool that keeps a state."""
 
 
 class StateTensor(NamedTuple):
@@ -107,9 +93,9 @@ class ModelLayers:
         return cls(tuple(PoolLayers(kv=layer) for layer in range(num_layers)))
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer of the pool."""
-        kinds: list[Kind] = []
+        kinds: list[LayerKind] = []
         for uses in self.layers:
             if uses.kv is not None:
                 kinds.append("full" if uses.window is None else "swa")
@@ -127,35 +113,28 @@ class ModelLayers:
         """Whether the model has recurrent states."""
         return any(uses.state is not None for uses in self.layers)
 
-    def kv_in(self, cache: Cache) -> tuple[KVShape, ...] | None:
-        """Return the KV shape of each layer of the pool, from a cache of the model's own after a forward pass.
+    def kv_in(self, cache: Cache) -> tuple[LayerShape, ...] | None:
+        """Return the shape of each layer of the pool with KV, from a cache of the model's own after a forward pass.
 
         Layers that the pass did not reach get the shape of others of their kind. None: no layer has KV.
 
         Raises:
             ConfigMismatch: index keys do not fit into a pool of K's dtype.
         """
-        found = [_kv_shape(cache.layers[i]) if uses.kv is not None else None for i, uses in enumerate(self.layers)]
-        pairs = list(zip(self.layers, found, strict=True))
-        of_kind = {uses.window is None: shape for uses, shape in pairs if shape is not None}
+        found = [(uses.window is None, _kv_shape(cache.layers[i])) for i, uses in self._with_kv()]
+        of_kind = {is_full: shape for is_full, shape in found if shape is not None}
         if not of_kind:
             return None
         any_shape = next(iter(of_kind.values()))
-        shapes: list[KVShape] = []
-        for uses, shape in pairs:
-            if uses.kv is not None:
-                shapes.append(shape or of_kind.get(uses.window is None, any_shape))
-            if uses.state is not None:
-                shapes.append(NO_KV)
-        return tuple(shapes)
+        return tuple(shape or of_kind.get(is_full, any_shape) for is_full, shape in found)
 
     def unused_in(self, cache: Cache) -> list[int]:
         """Return the layers of the model that must have KV, but have none after a forward pass."""
-        return [i for i, uses in enumerate(self.layers) if uses.kv is not None and _kv_shape(cache.layers[i]) is None]
+        return [i for i, _ in self._with_kv() if _kv_shape(cache.layers[i]) is None]
 
     def dtypes_in(self, cache: Cache) -> set[torch.dtype]:
         """Return the dtypes of the KV in a cache."""
-        kept: list[Any] = [cache.layers[i] for i, uses in enumerate(self.layers) if uses.kv is not None]
+        kept: list[Any] = [cache.layers[i] for i, _ in self._with_kv()]
         return {layer.keys.dtype for layer in kept if layer.is_initialized}
 
     def states_in(self, cache: Cache) -> tuple[StateTensor, ...]:
@@ -170,6 +149,10 @@ class ModelLayers:
         if len(kept) > 1:
             raise ConfigMismatch(f"the recurrent states of this model's layers differ: {sorted(map(str, kept))}")
         return kept.pop() if kept else ()
+
+    def _with_kv(self) -> list[tuple[int, PoolLayers]]:
+        """Return the layers of the model that use a layer of the pool with KV, with their numbers."""
+        return [(number, uses) for number, uses in enumerate(self.layers) if uses.kv is not None]
 
 
 def _own_cache(config: PreTrainedConfig) -> Cache:
@@ -199,13 +182,14 @@ def _pool_layers(layer: Any, first: int) -> PoolLayers | None:
     return None
 
 
-def _kv_shape(layer: Any) -> KVShape | None:
+def _kv_shape(layer: Any) -> LayerShape | None:
     k, v = getattr(layer, "keys", None), getattr(layer, "values", None)
     if k is None or v is None:
         return None
     index = getattr(layer, "indexer_keys", None)
     index_dim = 0 if index is None else _pool_elements("an index key", index.shape[2], index.dtype, k.dtype)
-    return KVShape(k.shape[1], k.shape[3], v.shape[3], index_dim)
+    _, heads, _, dim = k.shape
+    return LayerShape(num_kv_heads=heads, head_dim=dim, v_head_dim=v.shape[3], index_head_dim=index_dim)
 
 
 def _state_tensors(layer: Any) -> tuple[StateTensor, ...]:

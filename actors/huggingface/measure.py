@@ -10,15 +10,14 @@ import copy
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from raydix.actors.huggingface.errors import refusing
-from raydix.actors.huggingface.layer_mapping import KVShape, ModelLayers, StateTensor
+from raydix.actors.huggingface.layer_mapping import ModelLayers, StateTensor
 from raydix.actors.huggingface.pool_shape import PoolShape
-from raydix.schemas import ConfigMismatch
+from raydix.schemas import ConfigMismatch, LayerShape
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
@@ -27,21 +26,10 @@ if TYPE_CHECKING:
 _ALL_NONZERO = "meta_nonzero_assume_all_nonzero"  # an option that older releases of torch lack
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The shapes of a model's KV and states in a pool.
-
-    Attributes:
-        kv: the shape of each layer of the pool.
-        states: the tensors of a layer's recurrent state.
-    """
-
-    kv: tuple[KVShape, ...]
-    states: tuple[StateTensor, ...]
-
-
-def measure(config: PreTrainedConfig, layers: ModelLayers, dtype: torch.dtype) -> Kept:
-    """Return the shapes of the KV and states of a model in this dtype.
+def measure(
+    config: PreTrainedConfig, layers: ModelLayers, dtype: torch.dtype
+) -> tuple[PoolShape, tuple[StateTensor, ...]]:
+    """Return the shape of the pool that a model in this dtype needs, and the tensors of a layer's state.
 
     If the model cannot run without values, the layers that did run are measured. If none did, the usual fields of the
     configuration are read. A worker compares the result with the KV of the model itself.
@@ -63,7 +51,8 @@ def measure(config: PreTrainedConfig, layers: ModelLayers, dtype: torch.dtype) -
         else:
             check_used(config, layers, layers.unused_in(cache))
     kv = layers.kv_in(cache) or (_named_kv(config, failure),) * len(layers.kinds)
-    return Kept(kv, layers.states_in(cache))
+    states = layers.states_in(cache)
+    return PoolShape.of_model(layers, kv, states, dtype), states
 
 
 def measure_run(
@@ -122,12 +111,12 @@ def bare_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
 
 
-def _named_kv(config: PreTrainedConfig, failure: ConfigMismatch | None) -> KVShape:
+def _named_kv(config: PreTrainedConfig, failure: ConfigMismatch | None) -> LayerShape:
     text = config.get_text_config(decoder=True)
     try:
         num_heads: int = text.num_attention_heads
         dim: int = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-        return KVShape(getattr(text, "num_key_value_heads", None) or num_heads, dim, dim)
+        return LayerShape(num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads, head_dim=dim)
     except (AttributeError, TypeError) as error:
         raise ConfigMismatch(
             f"the KV of a token of this {config.model_type} model can neither be measured ({failure}) nor read from "

@@ -350,5 +350,5 @@ def _cache_config(shape: PoolShape, layers: ModelLayers, num_tokens: int) -> Cac
         kind="mamba" if layers.has_states else "radix",
         sliding_window_size=layers.window,
         page_size=1,
-        pool=PoolConfig(num_slots=num_tokens, num_state_slots=1 if layers.has_states else 0, **shape.pool_fields()),
+        pool=PoolConfig(num_slots=num_tokens, num_state_slots=1 if layers.has_states else 0, **shape._asdict()),
     )

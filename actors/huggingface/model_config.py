@@ -10,7 +10,6 @@ import torch
 from raydix.actors.huggingface.errors import refusing
 from raydix.actors.huggingface.layer_mapping import ModelLayers
 from raydix.actors.huggingface.measure import measure
-from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig
 from raydix.schemas.shown import brief
 from raydix.schemas.version import how_to_install
@@ -51,17 +50,16 @@ def pool_config_for(
     check_kind(config)
     chosen = named_dtype(config, dtype)
     layers = ModelLayers.of(config)
-    kept = measure(config, layers, chosen)
+    shape, _ = measure(config, layers, chosen)
     _check_traits(config, chosen)
     _check_counts(config, layers, num_swa_slots, num_state_slots)
-    shape = PoolShape.of_model(layers, kept.kv, kept.states, chosen)
     return PoolConfig.model_validate(
         {
             "num_slots": num_slots,
             "num_swa_slots": num_swa_slots,
             "num_state_slots": num_state_slots or 0,
             "device": device,
-            **shape.pool_fields(),
+            **shape._asdict(),
         }
     )
 

@@ -319,11 +319,11 @@ class TransformersWorker(WatchedActor):
         needed = await self._model.pool_shape()
         await client.open()
         layers, config = self._model.layers, client.config
-        held = PoolShape.of_pool(config.pool)
+        held = PoolShape(config.pool.layers, config.pool.dtype)
         if needed != held:
             raise ConfigMismatch(
                 f"the model's KV is {needed}, the cache's pool holds {held}: "
-                f"start the cache with the pool of pool_config_for, which has {needed.fields_unlike(held)}"
+                "start the cache with the pool of pool_config_for"
             )
         if layers.window is not None and layers.window > (config.sliding_window_size or 0):
             raise ConfigMismatch(

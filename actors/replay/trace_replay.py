@@ -1,4 +1,4 @@
-"""Replay a trace on index-only caches (`num_layers=0`), to measure the prefill that a cache and its tiers save.
+"""Replay a trace on index-only caches, to measure the prefill that a cache and its tiers save.
 
 Requests run one at a time, in the order of the trace, and publish their whole prompt. Hits are whole pages: with pages
 of 512 tokens the last, partial block of a prompt is never reused. Tiers below the cache have no KV either: see
@@ -125,7 +125,7 @@ def index_config(
     )
     return CacheConfig(
         page_size=page_size,
-        pool=PoolConfig(num_slots=capacity, num_layers=0, device="cpu"),
+        pool=PoolConfig(num_slots=capacity, device="cpu"),
         eviction=eviction,
     )
 

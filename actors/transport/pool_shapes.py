@@ -48,8 +48,8 @@ def pool_below(
     pool = config.pool
     fields: dict[str, object] = pool.model_dump() if pool.format == "opaque" else {}
     fields |= {"num_slots": num_slots, "num_swa_slots": num_swa_slots, "num_state_slots": num_state_slots}
-    if pool.format == "layers" and pool.num_layers:
-        tables = _tables(layers_of(config), pool.dtype)
+    if pool.layers:
+        tables = _tables(pool)
         fields |= {"segments": tables["full"], "swa_segments": tables["swa"], "state_segments": tables["state"]}
         fields["format"] = "opaque"
     return PoolConfig.model_validate(fields | {"device": "cpu"})
@@ -83,21 +83,20 @@ def records_below(config: CacheConfig) -> PoolConfig:
 
 def _smallest(config: CacheConfig) -> tuple[int | None, int]:
     """Return the window slots and states of the smallest tier below a pool with layers: of those that have layers."""
-    kinds = config.pool.layer_kinds or ()
-    return config.page_size if "swa" in kinds else None, int("state" in kinds)
+    pool = config.pool
+    return config.page_size if pool.has_layers_of("swa") else None, int(pool.has_layers_of("state"))
 
 
-def _tables(layout: PoolLayout, dtype: str) -> dict[str, tuple[Segment, ...]]:
+def _tables(pool: PoolConfig) -> dict[str, tuple[Segment, ...]]:
     """Return the segments of each kind of records."""
     tables = {"full": _Table(), "swa": _Table(), "state": _Table()}
-    for layer in range(layout.num_layers):
-        table = tables[layout.kind(layer)]
-        for name, (_, *shape) in zip(ARRAYS, layout.shapes(layer), strict=False):
-            table.add(name, layer, dtype, shape)
-        for number, of_state in enumerate(layout.state_shapes if layout.kind(layer) == "state" else ()):
-            table.add(f"state tensor {number}", layer, dtype, of_state)
-            # Each tensor of a state begins at a multiple of the alignment.
-            table.add("padding", layer, "uint8", [aligned(table.num_bytes) - table.num_bytes])
+    for number, layer in enumerate(pool.layers):
+        table, is_state = tables[layer.kind], layer.kind == "state"
+        names = [f"state tensor {place}" for place in range(len(layer.shapes))] if is_state else ARRAYS
+        for name, shape in zip(names, layer.shapes, strict=False):
+            table.add(name, number, pool.dtype, shape)
+            if is_state:  # Each tensor of a state begins at a multiple of the alignment.
+                table.add("padding", number, "uint8", [aligned(table.num_bytes) - table.num_bytes])
     return {kind: table.segments for kind, table in tables.items()}
 
 
@@ -123,17 +122,10 @@ def layers_of(config: CacheConfig) -> PoolLayout:
         num_slots=pool.num_slots,
         page_size=config.page_size,
         max_seq_len=config.max_seq_len,
-        num_layers=pool.num_layers,
-        num_kv_heads=pool.num_kv_heads,
-        head_dim=pool.head_dim,
-        v_head_dim=pool.head_dim if pool.v_head_dim is None else pool.v_head_dim,
+        layers=pool.layers,
         dtype=getattr(torch, pool.dtype),
-        layer_kinds=pool.layer_kinds,
         num_swa_slots=_num_swa_slots(config),
         num_state_slots=pool.num_state_slots,
-        state_shapes=pool.state_shapes,
-        kv_shapes=pool.kv_shapes,
-        index_dims=pool.index_dims,
     )
 
 
@@ -179,6 +171,6 @@ def given_arrays(layout: PoolLayout, k: A, v: A, index: A | None) -> tuple[A, ..
     Raises:
         InvalidRequest: index keys are missing, or given to layers that have none.
     """
-    if (index is None) == bool(layout.index_dims):
+    if (index is None) == (len(layout.token_shapes) > 2):
         raise InvalidRequest(WITHOUT_INDEX if index is None else WITH_INDEX)
     return (k, v) if index is None else (k, v, index)

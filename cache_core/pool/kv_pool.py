@@ -40,7 +40,7 @@ class KVPool:
         self._page_size = 1 if layout.max_seq_len else layout.page_size  # consecutive slots that can be copied as one
         layers = layout.views(storage)
         none = torch.empty(0, dtype=layout.dtype, device=storage.device)
-        has_kv = [layout.kind(layer) != "state" for layer in range(layout.num_layers)]
+        has_kv = [layer.kind != "state" for layer in layout.layers]
         # K, V and, where the layer has any, index keys of each layer
         self._arrays = [tensors if kv else (none, none) for tensors, kv in zip(layers, has_kv, strict=True)]
         self.k = [arrays[0] for arrays in self._arrays]
@@ -65,7 +65,7 @@ class KVPool:
 
     def checked_tensors(self, kind: str) -> dict[str, torch.Tensor]:
         """Return the tensors of a kind ("full", "swa" or "state") by their names in errors, `[slots, ...]` each."""
-        layers = [layer for layer in range(self.layout.num_layers) if self.layout.kind(layer) == kind]
+        layers = [number for number, layer in enumerate(self.layout.layers) if layer.kind == kind]
         if kind == "state":
             return {
                 f"state tensor {number} of layer {layer}": tensor
@@ -148,7 +148,7 @@ class KVPool:
         slots, swa_slots = self._brought_here(slots, swa_slots)
         shapes = layout.copy_shapes(len(slots))
         copies = tuple(torch.empty(*shape, dtype=layout.dtype, device=self._device) for shape in shapes)
-        for layer in range(layout.num_layers):
+        for layer in range(len(layout.layers)):
             of_layer = [copy[layer] for copy in copies]
             if layout.kind(layer) == "state":
                 for rows in of_layer:

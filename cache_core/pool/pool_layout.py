@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from typing import Protocol
 
 import torch
 
@@ -13,86 +15,63 @@ Shape = Sequence[int]
 _ALIGNMENT = 256  # bytes; each tensor starts at a multiple
 
 
-@dataclass(frozen=True, slots=True)
+class Layer(Protocol):
+    """A layer of a pool: its kind, and the shapes of its tensors."""
+
+    @property
+    def kind(self) -> str:
+        """Return "full", "swa" or "state"."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a token's K, V and, if it has any, index key; or of the tensors of a state."""
+
+
+@dataclass(frozen=True)
 class PoolLayout:
     """The places of each layer's tensors in the pool's memory.
 
     A full layer's K is `[num_slots + page_size, num_kv_heads, head_dim]`; its V has `v_head_dim` instead. A
     sliding-window layer has `num_swa_slots` instead of `num_slots`. The first `page_size` slots are reserved for
     padding, so that slot ids index the tensors directly. A layer with index keys has a third tensor for them,
-    `[rows, index_dim]`.
+    `[rows, index_head_dim]`.
 
-    A state layer has no K and V, but a tensor `[num_state_slots + 1, *shape]` for each of `state_shapes`; state slot 0
-    is reserved. The states follow all KV; the states of one slot are contiguous.
-
-    With `kv_shapes`, layers differ in `(num_kv_heads, head_dim, v_head_dim)`, and the fields of these names are unused.
+    A state layer has no K and V, but a tensor `[num_state_slots + 1, *shape]` for each of its shapes; state slot 0 is
+    reserved. The states follow all KV; the states of one slot are contiguous.
 
     With `max_seq_len`, each sequence has that many consecutive slots, and no slot is reserved. Then every layer is
-    full, and its K is `[num_slots, num_kv_heads, head_dim]`.
-
-    Raises:
-        ValueError: `kv_shapes` does not have a shape for each layer, or all layers with K and V have the same shape; or
-            `index_dims` does not have a number for each layer.
+    full, all are alike, and its K is `[num_slots, num_kv_heads, head_dim]`.
     """
 
     num_slots: int
     page_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    layers: tuple[Layer, ...]
     dtype: torch.dtype
-    layer_kinds: tuple[str, ...] | None = None  # "full", "swa" or "state" for each layer; None: all full
     num_swa_slots: int = 0
     num_state_slots: int = 0
-    state_shapes: tuple[tuple[int, ...], ...] = ()
     max_seq_len: int | None = None
-    kv_shapes: tuple[tuple[int, int, int], ...] | None = None  # for each layer, if layers differ; None: all alike
-    index_dims: tuple[int, ...] = ()  # elements of an index key in each layer, 0: none; empty: no layer has any
-
-    def __post_init__(self) -> None:
-        if len(self.index_dims) not in (0, self.num_layers):
-            raise ValueError(f"index_dims must have a number for each of {self.num_layers} layers: {self.index_dims}")
-        if self.kv_shapes is None:
-            return
-        if len(self.kv_shapes) != self.num_layers:
-            raise ValueError(f"kv_shapes must have a shape for each of {self.num_layers} layers: {self.kv_shapes}")
-        if len({self.kv_shapes[layer] for layer in self.kv_layers}) < 2:
-            raise ValueError(f"kv_shapes is for layers that differ, but those with K and V are alike: {self.kv_shapes}")
 
     def kind(self, layer: int) -> str:
         """Return the kind of a layer: "full", "swa" or "state"."""
-        return self.layer_kinds[layer] if self.layer_kinds is not None else "full"
+        return self.layers[layer].kind
 
-    @property
+    @cached_property
     def kv_layers(self) -> list[int]:
         """The layers that have K and V."""
-        return [layer for layer in range(self.num_layers) if self.kind(layer) != "state"]
+        return [number for number, layer in enumerate(self.layers) if layer.kind != "state"]
 
-    def kv_shape(self, layer: int) -> tuple[int, int, int]:
-        """Return `(num_kv_heads, head_dim, v_head_dim)` of a layer with K and V."""
-        if self.kv_shapes is not None:
-            return self.kv_shapes[layer]
-        return self.num_kv_heads, self.head_dim, self.v_head_dim
+    @cached_property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a token's K, V and, if it has any, index key in each layer with KV, which must be alike."""
+        return self.layers[self.kv_layers[0]].shapes if self.kv_layers else ((0, 0), (0, 0))
 
-    def index_dim(self, layer: int) -> int:
-        """Return the elements of an index key of a layer; 0: it has none."""
-        return self.index_dims[layer] if self.index_dims else 0
-
-    @property
+    @cached_property
     def difference(self) -> str:
         """Two layers with K, V or index keys of different shapes, as text; empty if all layers are alike."""
-        if self.kv_shapes is None and not self.index_dims:
-            return ""
-        names: dict[str, Callable[[int], object]] = {
-            "(num_kv_heads, head_dim, v_head_dim)": self.kv_shape,
-            "the number of elements of an index key": self.index_dim,
-        }
-        first, *others = self.kv_layers
-        for name, of_layer in names.items():
-            for other in others:
-                if of_layer(other) != of_layer(first):
-                    return f"{name} is {of_layer(first)} in layer {first}, but {of_layer(other)} in layer {other}"
+        for number in self.kv_layers:
+            if (shapes := self.layers[number].shapes) != self.token_shapes:
+                first = self.kv_layers[0]
+                return f"a token has shapes {self.token_shapes} in layer {first}, but {shapes} in layer {number}"
         return ""
 
     def shapes(self, layer: int) -> list[tuple[int, ...]]:
@@ -102,20 +81,14 @@ class PoolLayout:
         rows = self.num_slots if self.kind(layer) == "full" else self.num_swa_slots
         if self.max_seq_len is None:
             rows += self.page_size
-        num_kv_heads, head_dim, v_head_dim = self.kv_shape(layer)
-        shapes: list[tuple[int, ...]] = [(rows, num_kv_heads, head_dim), (rows, num_kv_heads, v_head_dim)]
-        if index_dim := self.index_dim(layer):
-            shapes.append((rows, index_dim))
-        return shapes
+        return [(rows, *shape) for shape in self.layers[layer].shapes]
 
     def copy_shapes(self, num_slots: int) -> list[tuple[int, ...]]:
         """Return the shapes of copies of slots in all layers: of K, of V, and of index keys if layers have any.
 
         All layers must be alike.
         """
-        lead = self.num_layers, num_slots
-        shapes: list[tuple[int, ...]] = [(*lead, self.num_kv_heads, dim) for dim in (self.head_dim, self.v_head_dim)]
-        return [*shapes, (*lead, max(self.index_dims))] if self.index_dims else shapes
+        return [(len(self.layers), num_slots, *shape) for shape in self.token_shapes]
 
     @property
     def num_bytes(self) -> int:
@@ -127,7 +100,7 @@ class PoolLayout:
         """Return each layer's tensors, as views of `storage`, a 1-D uint8 tensor of `num_bytes`."""
         layers, at = [], 0
         states = iter(views_of_rows(self.state_rows(storage), self._states, self.dtype))
-        for layer in range(self.num_layers):
+        for layer in range(len(self.layers)):
             if self.kind(layer) == "state":
                 layers.append(next(states))
                 continue
@@ -149,26 +122,24 @@ class PoolLayout:
         The layout must have `max_seq_len`. Then all layers are alike, so one stride leads from each to the next.
         """
         assert self.max_seq_len is not None, "sequence_views needs a layout with max_seq_len"
-        assert self.kv_shapes is None, "sequence_views needs a layout without kv_shapes"
-        assert not self.index_dims, "sequence_views needs a layout without index keys"
         memory = storage[: self.num_bytes].view(self.dtype)
-        to_next_layer = memory.numel() // max(1, self.num_layers)
+        to_next_layer = memory.numel() // max(1, len(self.layers))
         at, views, length = memory.storage_offset(), [], self.max_seq_len
-        for dim in (self.head_dim, self.v_head_dim):
-            slot = self.num_kv_heads * dim
-            shape = (self.num_slots // length, length, self.num_layers, self.num_kv_heads, dim)
+        for heads, dim in self.token_shapes:
+            slot = heads * dim
+            shape = (self.num_slots // length, length, len(self.layers), heads, dim)
             views.append(memory.as_strided(shape, (length * slot, slot, to_next_layer, dim, 1), at))
             at += self._bytes((self.num_slots, slot)) // self.dtype.itemsize
         return views[0], views[1]
 
     @property
     def _kv_bytes(self) -> int:
-        return sum(self._bytes(shape) for layer in range(self.num_layers) for shape in self.shapes(layer))
+        return sum(self._bytes(shape) for layer in range(len(self.layers)) for shape in self.shapes(layer))
 
     @property
     def _states(self) -> list[tuple[tuple[int, ...], ...]]:
         """The shapes of each state layer's tensors."""
-        return [self.state_shapes] * (self.num_layers - len(self.kv_layers))
+        return [layer.shapes for layer in self.layers if layer.kind == "state"]
 
     @property
     def _state_rows(self) -> tuple[int, int]:

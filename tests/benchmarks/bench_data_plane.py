@@ -24,9 +24,10 @@ from raydix.actors.client.attached_pool import AttachedPool
 from raydix.cache_core import MambaPool, PrefixCacheManager, RadixKey
 from raydix.cache_core.pool.kv_pool import KVPool
 from raydix.cache_core.pool.pool_layout import PoolLayout
-from raydix.schemas import CacheConfig, PoolConfig
+from raydix.schemas import CacheConfig, LayerShape, PoolConfig
 
 PAGE, NUM_HEADS, HEAD_DIM = 16, 8, 128
+LAYER = LayerShape(num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM)
 NUM_SLOTS = 2**16  # 128 MiB of K, and the same of V
 LAYOUTS = ("contiguous", "pages of 16, scattered", "single slots, scattered")
 GATES = {0.7: 0.5, 0.4: 0.25}  # gate by goal
@@ -113,7 +114,7 @@ def copy_figures(num_rounds: int, device: torch.device, where: str, goal: float)
     """Return the figures of the cache's own copies: a prefix from row to row, and a state from slot to slot."""
     on_cpu = device.type == "cpu"
     length, num_layers, num_state_layers = (2_048, 4, 8) if on_cpu else (16_384, 4, 128)
-    layout = PoolLayout(4 * length, PAGE, num_layers, NUM_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16, max_seq_len=length)
+    layout = PoolLayout(4 * length, PAGE, (LAYER,) * num_layers, torch.bfloat16, max_seq_len=length)
     pool, manager = KVPool(layout, device), PrefixCacheManager(max_capacity=length)
     prefix = RadixKey(np.arange(length, dtype=np.int32))
     manager.insert(prefix, 0, length)
@@ -183,7 +184,7 @@ async def _figures(quick: bool) -> list[Figure]:
     num_tokens, num_rounds = (4_096, 5) if quick else (16_384, 15)
     config = CacheConfig(
         page_size=PAGE,
-        pool=PoolConfig(
+        pool=PoolConfig.uniform(
             num_slots=NUM_SLOTS, num_layers=1, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM, dtype="bfloat16", device="cpu"
         ),
     )
@@ -211,7 +212,7 @@ def gpu_figures(num_rounds: int) -> list[Figure]:
     if not torch.cuda.is_available():
         return []
     num_tokens = NUM_SLOTS * 3 // 4
-    layout = PoolLayout(NUM_SLOTS, PAGE, 1, NUM_HEADS, HEAD_DIM, HEAD_DIM, torch.bfloat16)
+    layout = PoolLayout(NUM_SLOTS, PAGE, (LAYER,), torch.bfloat16)
     plane = Plane(KVPool(layout, "cuda"), num_tokens)
     name, device = torch.cuda.get_device_name(), torch.device("cuda")
     return [

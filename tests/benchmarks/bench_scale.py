@@ -195,7 +195,7 @@ async def steady_state(num_requests: int, num_traced: int, num_before: int = WAR
     traced part, they also replace all live objects by traced ones.
     """
     leases = LeaseConfig(remembered_leases=1_024)
-    pool = PoolConfig(num_slots=2**14, num_layers=0, device="cpu")
+    pool = PoolConfig(num_slots=2**14, device="cpu")
     rng = np.random.default_rng(3)
     templates = _ids(rng, 64, 128)
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from benchmarks.bench_blocks import HOLD_GATE_MS, MAX_HOLD_MS, longest_hold
 from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
+from support.caches.pool_layers import layer_shapes
 
 from raydix.actors.transport.pinned_memory import PinnedMemory
 from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
@@ -79,7 +80,7 @@ def layers(segment: int, num_bytes: int) -> PoolLayout:
     """Return the layout of a pool with four times as many pages as are copied."""
     num_slots = 4 * num_bytes // segment // NUM_TENSORS * PAGE
     dim = segment // PAGE // NUM_HEADS // torch.bfloat16.itemsize
-    return PoolLayout(num_slots, PAGE, NUM_LAYERS, NUM_HEADS, dim, dim, torch.bfloat16)
+    return PoolLayout(num_slots, PAGE, layer_shapes(("full",) * NUM_LAYERS, NUM_HEADS, dim), torch.bfloat16)
 
 
 def figures(quick: bool) -> list[Figure]:

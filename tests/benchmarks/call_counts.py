@@ -58,7 +58,7 @@ async def of_service(num_cycles: int) -> dict[str, float]:
 
     Requests run in process, one after the other, with prompts that share their first half.
     """
-    config = CacheConfig(page_size=16, pool=PoolConfig(num_slots=2**17, num_layers=0, device="cpu"))
+    config = CacheConfig(page_size=16, pool=PoolConfig(num_slots=2**17, device="cpu"))
     rng = np.random.default_rng(0)
     half = rng.integers(0, 2**31 - 1, PROMPT_LEN // 2, np.int32)
     counts: Counter[str] = Counter()

@@ -23,6 +23,7 @@ from benchmarks import (
 )
 from benchmarks.bench_data_plane import PAGE, Plane
 from benchmarks.figures import Figure
+from support.caches.pool_layers import layer_shapes
 from support.models.sample_trace import PROMPTS, write_trace
 
 from raydix.actors.observe.trace import read_trace
@@ -31,7 +32,7 @@ from raydix.schemas import HostConfig
 
 pytestmark = pytest.mark.benchmark
 
-LAYOUT = PoolLayout(256, PAGE, 1, num_kv_heads=2, head_dim=8, v_head_dim=8, dtype=torch.bfloat16)
+LAYOUT = PoolLayout(256, PAGE, layer_shapes(("full",), 2, 8), torch.bfloat16)
 FIGURES = [
     Figure("scale", "as promised", 1.25, "us", 1.2, "small", at_most=1.5, gate=1.5),
     Figure("scale", "missed, within its gate", 2_000.0, "1/s", 3.5, "no-op calls", at_least=4, gate=2),

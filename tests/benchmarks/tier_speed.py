@@ -60,7 +60,7 @@ def config_of(token_bytes: int, host: HostConfig | None) -> CacheConfig:
     """Return the configuration of a cache whose pool holds `NUM_PROMPTS` prompts."""
     num_layers, num_heads = 4, 4
     head_dim = token_bytes // num_layers // num_heads // 2 // torch.bfloat16.itemsize
-    pool = PoolConfig(
+    pool = PoolConfig.uniform(
         num_slots=NUM_PROMPTS * PROMPT_LEN,
         num_layers=num_layers,
         num_kv_heads=num_heads,

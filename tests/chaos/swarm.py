@@ -42,7 +42,9 @@ from raydix.schemas import (
 
 CONFIG = CacheConfig(
     page_size=4,
-    pool=PoolConfig(num_slots=256, num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu"),
+    pool=PoolConfig.uniform(
+        num_slots=256, num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu"
+    ),
     eviction=EvictionConfig(high_watermark=0.9, low_watermark=0.7),
     # the grace is longer than any run: quarantined slots must be released for a better reason
     leases=LeaseConfig(session_ttl_s=4, quarantine_grace_s=3600, acquire_timeout_s=1),

@@ -25,7 +25,9 @@ MIB = 2**20
 
 def large_config() -> CacheConfig:
     """A pool of a little over 2 GiB, so that the card's memory shows whether it is there."""
-    pool = PoolConfig(num_slots=16_384, num_layers=16, num_kv_heads=8, head_dim=256, dtype="bfloat16", device="cuda")
+    pool = PoolConfig.uniform(
+        num_slots=16_384, num_layers=16, num_kv_heads=8, head_dim=256, dtype="bfloat16", device="cuda"
+    )
     return CacheConfig(page_size=16, pool=pool, leases=LeaseConfig(session_ttl_s=2.0))
 
 

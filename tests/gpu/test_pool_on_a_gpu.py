@@ -7,6 +7,7 @@ import torch
 from benchmarks import bench_data_plane
 from support.caches.cache_kinds import KINDS, TIGHT_STATES, TIGHT_WINDOW, KindUnderTest
 from support.caches.cache_under_test import CacheUnderTest
+from support.caches.pool_layers import layer_shapes
 from support.processes.kv_workers import work
 from support.processes.pool_workers import NUM_LAYERS, PROMPT, bits, config_of, random_kv
 
@@ -59,12 +60,12 @@ async def test_plain_calls_and_copies_see_the_same_bits(dtype: str, index_dim: i
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 async def test_a_prefix_is_copied_between_rows_to_the_bit(dtype: str) -> None:
-    shape = {"num_layers": NUM_LAYERS, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 4}
+    layers = layer_shapes(("full",) * NUM_LAYERS, 2, 8, 4)
     config = CacheConfig(
         kind="slots",
         max_seq_len=8,
         page_size=2,
-        pool=PoolConfig(num_slots=24, dtype=dtype, device="cuda", **shape),
+        pool=PoolConfig(num_slots=24, dtype=dtype, device="cuda", layers=layers),
         eviction=EvictionConfig(high_watermark=1.0),
         validate=True,
     )

@@ -19,12 +19,13 @@ from support.claims.hypothesis_claims import refute, uphold
 
 from raydix.cache_core import KVPool, PoolLayout
 from raydix.cache_core.pool import kv_pool, pool_layout
+from raydix.schemas import LayerShape
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
-STATE_SHAPES = ((3,), (2, 2))
+STATE_SHAPES = [((3,), (2, 2)), ((5,),)]
 MARGIN = 512  # bytes of other memory before and behind the pool
 
 
@@ -48,22 +49,21 @@ def layouts(draw: Any) -> PoolLayout:
     kinds = [*draw(st.lists(st.sampled_from(["full", "swa", "state"]), max_size=4)), "full", "swa"]
     kinds = draw(st.permutations(kinds))
     pair = [first, second]
-    shapes = [(0, 0, 0) if kind == "state" else pair.pop() if pair else draw(shape_of_a_layer) for kind in kinds]
+    layers = []
+    for kind in kinds:
+        heads, k, v = (0, 0, 0) if kind == "state" else pair.pop() if pair else draw(shape_of_a_layer)
+        index = draw(st.sampled_from([0, 3, 8]))
+        kv = {"kind": kind, "num_kv_heads": heads, "head_dim": k, "v_head_dim": v, "index_head_dim": index}
+        state = {"kind": kind, "state_shapes": draw(st.sampled_from(STATE_SHAPES))}
+        layers.append(LayerShape.model_validate(kv if heads else state))
     num_pages = st.integers(1, 4)
     return PoolLayout(
         num_slots=page_size * draw(num_pages),
         page_size=page_size,
-        num_layers=len(kinds),
-        num_kv_heads=0,
-        head_dim=0,
-        v_head_dim=0,
+        layers=tuple(layers),
         dtype=draw(st.sampled_from(DTYPES)),
-        layer_kinds=tuple(kinds),
         num_swa_slots=page_size * draw(num_pages),
         num_state_slots=draw(st.integers(1, 3)),
-        state_shapes=STATE_SHAPES,
-        kv_shapes=tuple(shapes),
-        index_dims=tuple(0 if kind == "state" else draw(st.sampled_from([0, 3, 8])) for kind in kinds),
     )
 
 
@@ -74,21 +74,27 @@ some_steps = st.lists(
 )
 
 
+def shape_of(layout: PoolLayout, layer: int) -> LayerShape:
+    shape = layout.layers[layer]
+    assert isinstance(shape, LayerShape)
+    return shape
+
+
 def tensors_of(pool: KVPool, layer: int) -> list[torch.Tensor]:
     """A layer's K, V and index keys, or its states."""
-    index = [pool.index[layer]] if pool.layout.index_dims[layer] else []
+    index = [pool.index[layer]] if shape_of(pool.layout, layer).index_head_dim else []
     return list(pool.state(layer)) or [pool.k[layer], pool.v[layer], *index]
 
 
 def shapes_of(layout: PoolLayout, layer: int) -> list[tuple[int, ...]]:
     """The shapes of these tensors, as the documents of a layout say them."""
-    assert layout.layer_kinds is not None and layout.kv_shapes is not None
-    kind, (heads, head_dim, v_head_dim) = layout.layer_kinds[layer], layout.kv_shapes[layer]
-    if kind == "state":
-        return [(layout.num_state_slots + 1, *shape) for shape in STATE_SHAPES]
-    rows = layout.page_size + (layout.num_slots if kind == "full" else layout.num_swa_slots)
-    index_dim = layout.index_dims[layer]
-    return [(rows, heads, head_dim), (rows, heads, v_head_dim), *([(rows, index_dim)] if index_dim else [])]
+    shape = shape_of(layout, layer)
+    if shape.kind == "state":
+        return [(layout.num_state_slots + 1, *of_state) for of_state in shape.state_shapes]
+    rows = layout.page_size + (layout.num_slots if shape.kind == "full" else layout.num_swa_slots)
+    k, v = shape.head_dim, shape.head_dim if shape.v_head_dim is None else shape.v_head_dim
+    index = [(rows, shape.index_head_dim)] if shape.index_head_dim else []
+    return [(rows, shape.num_kv_heads, k), (rows, shape.num_kv_heads, v), *index]
 
 
 def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -121,13 +127,13 @@ def a_write_changes_its_place_alone(layout: PoolLayout, steps: list[Step]) -> No
     """Every tensor is kept as a copy of its own, so that two that share bytes are found as one changes the other."""
     memory = random_bits(np.random.default_rng(0), torch.uint8, layout.num_bytes + 2 * MARGIN)
     pool = KVPool(layout, storage=memory[MARGIN : MARGIN + layout.num_bytes])
-    layers = range(layout.num_layers)
+    layers = range(len(layout.layers))
     assert [[tuple(each.shape) for each in tensors_of(pool, layer)] for layer in layers] == [
         shapes_of(layout, layer) for layer in layers
     ]
     expected = [[as_bytes(each) for each in tensors_of(pool, layer)] for layer in layers]
     for step in steps:
-        generator, layer, num_changed = np.random.default_rng(step.seed), step.layer % layout.num_layers, 0
+        generator, layer, num_changed = np.random.default_rng(step.seed), step.layer % len(layout.layers), 0
         shapes, before = shapes_of(layout, layer), memory.clone()
         rows = choose_rows(generator, shapes[0][0], layout.page_size, step)
         values = [random_bits(generator, layout.dtype, len(rows), *shape[1:]) for shape in shapes]
@@ -163,17 +169,23 @@ def breaks(plant: Fault) -> Fault:
 
 @breaks
 def all_layers_have_the_shape_of_the_first(patch: Patch) -> None:
-    patch.setattr(PoolLayout, "kv_shape", lambda layout, layer: layout.kv_shapes[layout.kv_layers[0]])
+    original = PoolLayout.shapes
+
+    def shapes(layout: PoolLayout, layer: int) -> list[tuple[int, ...]]:
+        return [(rows, *shape) for (rows, *_), shape in zip(original(layout, layer), layout.token_shapes, strict=False)]
+
+    patch.setattr(PoolLayout, "shapes", shapes)
 
 
 @breaks
 def values_have_the_dimension_of_keys(patch: Patch) -> None:
-    def kv_shape(layout: PoolLayout, layer: int) -> tuple[int, int, int]:
-        assert layout.kv_shapes is not None
-        heads, head_dim, _ = layout.kv_shapes[layer]
-        return heads, head_dim, head_dim
+    original = PoolLayout.shapes
 
-    patch.setattr(PoolLayout, "kv_shape", kv_shape)
+    def shapes(layout: PoolLayout, layer: int) -> list[tuple[int, ...]]:
+        of_layer = original(layout, layer)
+        return of_layer[:1] * 2 + of_layer[2:] if of_layer else []
+
+    patch.setattr(PoolLayout, "shapes", shapes)
 
 
 @breaks
@@ -218,7 +230,7 @@ def index_keys_lie_where_values_do(patch: Patch) -> None:
     def views(layout: PoolLayout, storage: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         layers = original(layout, storage)
         for layer in layout.kv_layers:
-            if layout.index_dim(layer):
+            if len(layout.layers[layer].shapes) > 2:
                 k, v, index = layers[layer]
                 at = v.data_ptr() - storage.data_ptr()
                 layers[layer] = k, v, storage[at : at + index.nbytes].view(layout.dtype).view(index.shape)
@@ -230,7 +242,14 @@ def index_keys_lie_where_values_do(patch: Patch) -> None:
 
 @breaks
 def all_layers_have_index_keys_of_one_width(patch: Patch) -> None:
-    patch.setattr(PoolLayout, "index_dim", lambda layout, layer: max(layout.index_dims))
+    original = PoolLayout.shapes
+
+    def shapes(layout: PoolLayout, layer: int) -> list[tuple[int, ...]]:
+        width = max(shape_of(layout, other).index_head_dim for other in layout.kv_layers)
+        of_layer = original(layout, layer)
+        return [*of_layer[:2], (of_layer[0][0], width)] if len(of_layer) > 2 else of_layer
+
+    patch.setattr(PoolLayout, "shapes", shapes)
 
 
 @breaks

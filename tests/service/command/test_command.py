@@ -584,7 +584,7 @@ def test_wrong_settings_are_reported_before_any_request_to_ray(tmp_path: Path) -
 
 @pytest.mark.more
 def test_a_cache_that_cannot_be_started_is_a_failure_and_not_a_cache_that_is_not_there(namespace: str) -> None:
-    too_large = [f"pool.{field}={1_000_000}" for field in ("num_slots", "num_layers", "num_kv_heads", "head_dim")]
+    too_large = ["pool.num_slots=1_000_000", "pool.layers=[{count: 999, num_kv_heads: 1_000_000, head_dim: 999_999}]"]
 
     result = run(
         "start", *(word for option in too_large for word in ("--set", option)), "--namespace", namespace, exit_code=1

@@ -183,7 +183,7 @@ async def test_the_tier_of_a_cache_is_listed_and_found_empty_when_it_was_cleared
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    pool = PoolConfig(num_slots=64, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu")
+    pool = PoolConfig.uniform(num_slots=64, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu")
     disk = DiskConfig(path=str(tmp_path), num_slots=64, direct_io="off")
     config = CacheConfig(page_size=PAGE, pool=pool, disk=disk)
     for _ in range(2):

@@ -356,7 +356,7 @@ def test_a_cache_that_does_not_answer_is_unavailable_after_the_timeout_and_is_le
 # ---------------------------------------------------------------- the name of a cache that has died
 
 
-HUGE = CacheConfig(pool=PoolConfig(num_slots=2**30, num_layers=8, num_kv_heads=64, head_dim=1024, device="cpu"))
+HUGE = CacheConfig(pool=PoolConfig.uniform(num_slots=2**30, num_layers=8, num_kv_heads=64, head_dim=1024, device="cpu"))
 
 
 @pytest.mark.long

@@ -649,4 +649,4 @@ def test_without_the_extra_the_error_names_it(missing: str) -> None:
 def test_hashes_are_those_of_the_cache_modulo_2_to_the_64() -> None:
     hashes = page_hashes(list(range(64)), PAGE)
     assert vllm_format._unsigned(hashes.astype("<i8").tobytes()) == [each & UNSIGNED for each in hashes.tolist()]
-    assert PoolConfig(num_slots=64).num_layers == 0, "these tests have caches without KV"
+    assert not PoolConfig(num_slots=64).layers, "these tests have caches without KV"

@@ -442,7 +442,7 @@ async def test_a_pool_stays_attached_when_a_session_expires() -> None:
         third = await client.acquire([4])
 
         k, _ = await pool.read_kv(third, third.slots)
-        assert k.shape[:2] == (pool.layout.num_layers, 1)
+        assert k.shape[:2] == (len(pool.layout.layers), 1)
         assert not pool.lost and pool.mapped
         with pytest.raises(LeaseExpired):
             await pool.read_kv(lease, lease.slots)

@@ -24,7 +24,7 @@ def config_of(path: Path) -> CacheConfig:
     """A small pool above a disk."""
     return CacheConfig(
         page_size=4,
-        pool=PoolConfig(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"),
+        pool=PoolConfig.uniform(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"),
         disk=DiskConfig(path=str(path), num_slots=1024, direct_io="off"),
         fingerprint="m",
         validate=True,

@@ -25,7 +25,7 @@ def config_of(path: Path) -> CacheConfig:
     """A small pool above a disk."""
     return CacheConfig(
         page_size=4,
-        pool=PoolConfig(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"),
+        pool=PoolConfig.uniform(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"),
         disk=DiskConfig(path=str(path), num_slots=1024, direct_io="off"),
         fingerprint="m",
         validate=True,
@@ -52,7 +52,7 @@ async def use(cache: Any) -> int:
 
 def test_a_wrong_disk_is_an_error_of_the_start_and_a_state_after_a_restart(ray_cluster: None, tmp_path: Path) -> None:
     name, folder = f"disk-start-{os.getpid()}", tmp_path / "disk"
-    settings = ("pool.num_layers=1", "pool.num_kv_heads=1", "pool.head_dim=2", "pool.num_slots=64", "pool.device=cpu")
+    settings = ("pool.layers=[{num_kv_heads: 1, head_dim: 2}]", "pool.num_slots=64", "pool.device=cpu")
     options = [word for setting in settings for word in ("--set", setting)]
     refused = run_json("start", "--disk", f"{folder}:1MiB", "--name", name, *options, exit_code=1)["error"]
     assert refused["message"].startswith(f"{name}-0: the disk cannot be used at '{folder}': it must be a folder")

@@ -20,7 +20,7 @@ PROMPT = [1, 2, 3, 4]
 
 @pytest.fixture
 async def cache() -> AsyncIterator[LocalPrefixCache]:
-    pool = PoolConfig(num_slots=32, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu")
+    pool = PoolConfig.uniform(num_slots=32, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu")
     config = CacheConfig(pool=pool, sliding_window_size=2, leases=LeaseConfig(session_ttl_s=0.3))
     async with LocalPrefixCache(config) as cache:
         yield cache

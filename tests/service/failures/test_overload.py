@@ -40,7 +40,7 @@ MAX_GROWTH_BYTES = 64 * 2**20
 
 CONFIG = CacheConfig(
     page_size=PAGE_SIZE,
-    pool=PoolConfig(
+    pool=PoolConfig.uniform(
         num_slots=CAPACITY * PAGE_SIZE, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu"
     ),
     eviction=EvictionConfig(high_watermark=0.9, low_watermark=0.7),

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.ray
 NUM_SLOTS = 16
 PROMPT = list(range(1, 9))
 CONFIG = CacheConfig(
-    pool=PoolConfig(num_slots=NUM_SLOTS, num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"),
+    pool=PoolConfig.uniform(
+        num_slots=NUM_SLOTS, num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"
+    ),
     host=HostConfig(num_slots=32, reserve=0.95, policy="lru"),
     eviction=EvictionConfig(high_watermark=0.9, low_watermark=0.5),
     leases=LeaseConfig(session_ttl_s=300, quarantine_grace_s=300),  # only deaths free slots

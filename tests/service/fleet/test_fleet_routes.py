@@ -301,7 +301,7 @@ async def test_wrong_arguments_of_connect_fleet_are_named(given: dict[str, Any],
 
 async def test_the_content_of_every_hit_is_its_own_tokens() -> None:
     """Traffic on small caches that evict: the KV of each hit is that of its tokens, and no slot is lost."""
-    pool = PoolConfig(num_slots=320, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu")
+    pool = PoolConfig.uniform(num_slots=320, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", device="cpu")
     async with local_fleet({name: slim(pool=pool) for name in THREE}) as (fleet, caches):
         hits = 0
         for number in range(120):

@@ -59,9 +59,13 @@ async def test_layers_with_and_without_index_keys_need_a_mapped_pool() -> None:
 @pytest.mark.more
 async def test_a_pool_without_the_models_index_keys_is_refused_by_name() -> None:
     fitting = cache_config_for(deepcopy(DEEPSEEK), 64, page_size=4, device="cpu")
-    config = fitting.model_copy(update={"pool": fitting.pool.model_copy(update={"index_head_dim": 0})})
+    layers = tuple(layer.model_copy(update={"index_head_dim": 0}) for layer in fitting.pool.layers)
+    config = fitting.model_copy(update={"pool": fitting.pool.model_copy(update={"layers": layers})})
     async with LocalPrefixCache(config) as cache:
         worker = TransformersWorker(cache, model=deepcopy(DEEPSEEK), device="cpu")
-        with pytest.raises(ConfigMismatch, match=r"with index keys of 16.*which has index_head_dim=16"):
+        with pytest.raises(
+            ConfigMismatch,
+            match=r"with index keys of 16\) in float32, the cache's pool holds 2 layers \(full: .*16 \+ 8\)",
+        ):
             await worker.open()
         await worker.close()

@@ -192,7 +192,7 @@ async def test_a_model_that_fails_with_a_pool_alone_is_refused_before_a_lease_is
     """Mllama runs in its own cache, but not in one that has all its layers from the start."""
     text = COMMON | {"num_hidden_layers": 4, "cross_attention_layers": [1], "pad_token_id": 0}
     config = AutoConfig.for_model("mllama", text_config=text)
-    pool = PoolConfig(num_slots=64, num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", device="cpu")
+    pool = PoolConfig.uniform(num_slots=64, num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", device="cpu")
     async with LocalPrefixCache(CacheConfig(pool=pool)) as cache:
         worker = TransformersWorker(cache, model=config, device="cpu")
         for _ in range(2):

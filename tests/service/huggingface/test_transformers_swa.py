@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from raydix.actors import LocalPrefixCache
 from raydix.actors.huggingface.worker import Generation, TransformersWorker, cache_config_for
 from raydix.cache_core.components.window_kv import kept_tail
-from raydix.schemas import CacheConfig, CacheStats, ConfigMismatch, EvictionConfig, PoolExhausted
+from raydix.schemas import CacheConfig, CacheStats, ConfigMismatch, EvictionConfig, PoolConfig, PoolExhausted
 
 pytestmark = pytest.mark.figures
 
@@ -240,17 +240,18 @@ async def test_a_window_pool_that_holds_no_window_refuses_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("window", "kinds", "message"),
     [
-        ({"sliding_window_size": 7}, "window is 8 tokens, the cache keeps 7"),
-        ({"layer_kinds": ("swa", "full")}, r"2 swa layers of .*, the cache's pool holds 1 full \+ 1 swa layers"),
+        (7, ("swa", "swa"), "window is 8 tokens, the cache keeps 7"),
+        (8, ("swa", "full"), r"2 layers \(swa: .*, the cache's pool holds 1 layer \(swa: .*\) \+ 1 layer \(full: "),
     ],
 )
-async def test_a_cache_that_keeps_too_little_is_refused(changed: dict[str, Any], message: str) -> None:
-    fitting = config_of(MISTRAL, 4).model_dump()
-    at = fitting if "sliding_window_size" in changed else fitting["pool"]
-    at |= changed
-    cache = LocalPrefixCache(CacheConfig(**fitting))
+async def test_a_cache_that_keeps_too_little_is_refused(window: int, kinds: tuple[str, ...], message: str) -> None:
+    fitting = config_of(MISTRAL, 4)
+    layers = zip(fitting.pool.layers, kinds, strict=True)
+    changed = {"layers": [layer.model_dump() | {"kind": kind} for layer, kind in layers]}
+    pool = PoolConfig.model_validate(fitting.pool.model_dump() | changed)
+    cache = LocalPrefixCache(fitting.model_copy(update={"pool": pool, "sliding_window_size": window}))
     worker = TransformersWorker(cache, model=deepcopy(MISTRAL), device="cpu")
 
     with pytest.raises(ConfigMismatch, match=message):

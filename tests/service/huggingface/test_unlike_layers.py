@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.caches.pool_layers import layer_shapes
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client.attached_pool import AttachedPool
@@ -26,7 +28,7 @@ from raydix.schemas import (
 PROMPT = list(range(1, 33))  # whole pages of 1, 4 and 16
 KINDS = ("swa", "full", "state", "swa", "full")
 SHAPES = ((4, 8, 8), (1, 16, 16), (0, 0, 0), (4, 8, 8), (2, 16, 4))
-DIFFERENCE = r"is \(4, 8, 8\) in layer 0, but \(1, 16, 16\) in layer 1"
+DIFFERENCE = re.escape("shapes ((4, 8), (4, 8)) in layer 0, but ((1, 16), (1, 16)) in layer 1")
 
 
 def config_of(page_size: int = 4, with_states: bool = True, **fields: Any) -> CacheConfig:
@@ -34,15 +36,13 @@ def config_of(page_size: int = 4, with_states: bool = True, **fields: Any) -> Ca
     layers = [layer for layer, kind in enumerate(KINDS) if with_states or kind != "state"]
     pool: dict[str, Any] = {
         "num_slots": 128,
-        "num_layers": len(layers),
-        "layer_kinds": [KINDS[layer] for layer in layers],
-        "kv_shapes": [SHAPES[layer] for layer in layers],
+        "layers": [shape for layer in layers for shape in layer_shapes((KINDS[layer],), *SHAPES[layer])],
         "num_swa_slots": 96,
         "dtype": "bfloat16",
         "device": "cpu",
     }
     if with_states:
-        pool |= {"num_state_slots": 4, "state_shapes": ((3,), (2, 2))}
+        pool |= {"num_state_slots": 4}
     return CacheConfig(
         kind="mamba" if with_states else "radix",
         page_size=page_size,

@@ -43,7 +43,9 @@ def config_of(path: Path | str, head_dim: int = 2, fingerprint: str = "m", **dis
         del fields["num_slots"]
     return CacheConfig(
         page_size=PAGE,
-        pool=PoolConfig(num_slots=64, num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype="float32", device="cpu"),
+        pool=PoolConfig.uniform(
+            num_slots=64, num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype="float32", device="cpu"
+        ),
         disk=DiskConfig(path=str(path), **fields | disk),
         fingerprint=fingerprint,
         validate=True,

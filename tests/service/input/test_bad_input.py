@@ -657,7 +657,7 @@ async def test_an_unmapped_pool_names_the_calls_that_work(scene: Scene) -> None:
         (lambda: CacheConfig(page_size=16, pool=PoolConfig(num_slots=24)), r"\(24\) must be a multiple of page_size"),
         (lambda: CacheConfig(page_size=0, pool=PoolConfig(num_slots=8)), "greater than or equal to 1"),
         (lambda: PoolConfig(num_slots=0), "greater than 0"),
-        (lambda: PoolConfig(num_slots=8, num_layers=1), "needs num_kv_heads and head_dim of at least 1"),
+        (lambda: PoolConfig(num_slots=8, layers=[{}]), "needs num_kv_heads and head_dim of at least 1"),
         (lambda: PoolConfig(num_slots=8, dtype="int3"), "'bfloat16'"),
         (lambda: CacheConfig(kind="radish", pool=PoolConfig(num_slots=8)), "'radix'"),
         (lambda: CacheConfig(pool=PoolConfig(num_slots=8), page_sise=1), "page_sise"),
@@ -682,7 +682,7 @@ def test_a_pool_on_a_gpu_that_is_not_there_is_unavailable() -> None:
         LocalPrefixCache(CacheConfig(pool=PoolConfig(num_slots=8, device="cuda")))
 
 
-TOO_LARGE_POOL = PoolConfig(
+TOO_LARGE_POOL = PoolConfig.uniform(
     num_slots=1024, num_layers=1000, num_kv_heads=1000, head_dim=1_000_000, dtype="float32", device="cpu"
 )
 NAMES_BOTH = r"needs [\d,.]+ [KMGTP]iB .*, but [\d,.]+ [KMGTP]iB are free: lower pool.num_slots"

@@ -46,7 +46,7 @@ from raydix.schemas import (
 
 CONFIG = CacheConfig(
     page_size=2,
-    pool=PoolConfig(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"),
+    pool=PoolConfig.uniform(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"),
     eviction=EvictionConfig(high_watermark=1.0),
     events=True,
 )

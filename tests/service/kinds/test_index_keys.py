@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.caches.pool_layers import layer_shapes
 from support.processes.pool_workers import K_DIM, NUM_HEADS, NUM_LAYERS, PAGE, PROMPT, V_DIM, bits, random_kv
 
 from raydix.actors import AttachedPool, Lease, LocalPrefixCache
@@ -17,30 +19,22 @@ from raydix.schemas import CacheConfig, CacheError, EvictionConfig, InvalidReque
 INDEX_DIM = 6
 ALIKE: dict[str, dict[str, Any]] = {
     "full": {},
-    "windows": {"layer_kinds": ("full", "swa", "full"), "index_layers": (0, 1, 2)},
-    "states": {"layer_kinds": ("state", "swa", "full"), "index_layers": (1, 2)},
+    "windows": {"kinds": ("full", "swa", "full")},
+    "states": {"kinds": ("state", "swa", "full")},
 }
-SOME: dict[str, Any] = {"layer_kinds": ("full", "swa", "full"), "index_layers": (0,)}
-DIFFERENCE = "the number of elements of an index key is 6 in layer 0, but 0 in layer 1"
+SOME: dict[str, Any] = {"kinds": ("full", "swa", "full"), "index_layers": (0,)}
+DIFFERENCE = re.escape("a token has shapes ((2, 8), (2, 4), (6,)) in layer 0, but ((2, 8), (2, 4)) in layer 1")
 
 
-def config_of(pool: dict[str, Any], index_head_dim: int = INDEX_DIM) -> CacheConfig:
-    kinds = pool.get("layer_kinds", ())
-    states = {"num_state_slots": 4, "state_shapes": ((3,),)} if "state" in kinds else {}
+def config_of(layers: dict[str, Any], index_head_dim: int = INDEX_DIM) -> CacheConfig:
+    kinds = layers.get("kinds", ("full",) * NUM_LAYERS)
+    has_states = "state" in kinds
+    shapes = layer_shapes(kinds, NUM_HEADS, K_DIM, V_DIM, index_head_dim, layers.get("index_layers"))
     return CacheConfig(
-        kind="mamba" if states else "radix",
+        kind="mamba" if has_states else "radix",
         page_size=PAGE,
         sliding_window_size=16 if "swa" in kinds else None,
-        pool=PoolConfig(
-            num_slots=64,
-            num_layers=NUM_LAYERS,
-            num_kv_heads=NUM_HEADS,
-            head_dim=K_DIM,
-            v_head_dim=V_DIM,
-            index_head_dim=index_head_dim,
-            device="cpu",
-            **pool | states,
-        ),
+        pool=PoolConfig(num_slots=64, layers=shapes, num_state_slots=4 * has_states, device="cpu"),
         eviction=EvictionConfig(high_watermark=1.0),
         validate=True,
     )
@@ -64,9 +58,9 @@ def kv_layers(pool: AttachedPool) -> list[int]:
 # ---------------------------------------------------------------- written and read
 
 
-@pytest.mark.parametrize("pool_fields", ALIKE.values(), ids=ALIKE)
-async def test_plain_calls_and_copies_see_the_same_index_keys(pool_fields: dict[str, Any]) -> None:
-    async with LocalPrefixCache(config_of(pool_fields)) as cache:
+@pytest.mark.parametrize("shapes", ALIKE.values(), ids=ALIKE)
+async def test_plain_calls_and_copies_see_the_same_index_keys(shapes: dict[str, Any]) -> None:
+    async with LocalPrefixCache(config_of(shapes)) as cache:
         mapped, copying = await cache.attach_pool(), await cache.attach_pool(mapped=False)
         first, second = await cache.acquire(PROMPT), await cache.acquire([9] * 10)
         arrays, layers = arrays_of(10), kv_layers(mapped)
@@ -87,11 +81,11 @@ async def test_plain_calls_and_copies_see_the_same_index_keys(pool_fields: dict[
                 ]
 
 
-@pytest.mark.parametrize("pool_fields", ALIKE.values(), ids=ALIKE)
-async def test_a_hit_reads_the_index_keys_of_its_tokens_until_they_are_evicted(pool_fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("shapes", ALIKE.values(), ids=ALIKE)
+async def test_a_hit_reads_the_index_keys_of_its_tokens_until_they_are_evicted(shapes: dict[str, Any]) -> None:
     """Validation checks the index keys of a published page, and overwrites those of a freed one."""
-    with_states = "state" in pool_fields.get("layer_kinds", ())
-    async with LocalPrefixCache(config_of(pool_fields)) as cache:
+    with_states = "state" in shapes.get("kinds", ())
+    async with LocalPrefixCache(config_of(shapes)) as cache:
         pool, arrays, tokens = await cache.attach_pool(), arrays_of(8), PROMPT[:8]
         async with cache.acquire(tokens) as lease:
             await pool.write_kv(lease, lease.slots, *arrays)

@@ -122,7 +122,7 @@ async def test_slots_of_records_cannot_be_addressed() -> None:
 
 
 async def test_a_pool_with_layers_has_no_records() -> None:
-    layers = PoolConfig(num_slots=8, num_layers=1, num_kv_heads=1, head_dim=2, device="cpu")
+    layers = PoolConfig.uniform(num_slots=8, num_layers=1, num_kv_heads=1, head_dim=2, device="cpu")
     async with LocalPrefixCache(CacheConfig(pool=layers)) as cache:
         pool = await cache.attach_pool()
         for name in ("pages", "windows", "states"):

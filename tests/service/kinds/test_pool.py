@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.caches.pool_layers import layer_shapes
 from support.more import more
 from support.processes.pool_workers import (
     K_DIM,
@@ -324,7 +325,7 @@ async def test_a_large_copy_goes_in_pieces_and_comes_out_whole(
 @pytest.mark.parametrize("mapped", [None, False])
 async def test_a_pool_without_v_is_written_and_read(page_size: int, mapped: bool | None) -> None:
     """Such as pools of engines that keep one latent row per token."""
-    pool_config = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=6, v_head_dim=0, device="cpu")
+    pool_config = PoolConfig.uniform(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=6, v_head_dim=0, device="cpu")
     k, v = torch.rand(2, 10, 1, 6).bfloat16(), torch.empty(2, 10, 1, 0)
     async with LocalPrefixCache(CacheConfig(page_size=page_size, pool=pool_config)) as cache:
         pool, lease = await cache.attach_pool(mapped=mapped), await cache.acquire(PROMPT)
@@ -343,15 +344,12 @@ async def test_an_index_only_cache_has_a_pool_of_no_layers() -> None:
         assert (pool.mapped, pool.k, pool.v) == (True, [], [])
 
 
-HEADS = {"num_kv_heads": 1, "head_dim": 4}
-
-
 @pytest.mark.parametrize(
     "pool",
     [
         {},  # an index alone
-        {"num_layers": 2, **HEADS},  # layers without states
-        {"num_layers": 1, **HEADS, "layer_kinds": ("state",), "state_shapes": ((), (3,))},  # a scalar is a state, too
+        {"layers": layer_shapes(("full", "full"))},  # layers without states
+        {"layers": layer_shapes(("state",), state_shapes=((), (3,)))},  # a scalar is a state, too
     ],
 )
 @pytest.mark.parametrize("validate", [False, True])
@@ -373,7 +371,9 @@ async def test_states_are_counted_whatever_there_is_of_them(pool: dict[str, Any]
 async def test_a_copy_of_many_megabytes_through_an_actor_is_whole(ray_cluster: None) -> None:
     config = CacheConfig(
         page_size=64,
-        pool=PoolConfig(num_slots=2048, num_layers=2, num_kv_heads=4, head_dim=256, dtype="float32", device="cpu"),
+        pool=PoolConfig.uniform(
+            num_slots=2048, num_layers=2, num_kv_heads=4, head_dim=256, dtype="float32", device="cpu"
+        ),
     )
     cache = start_cache(config)
     async with PrefixCacheClient(cache) as client:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.caches.pool_layers import layer_shapes
 from support.models.tiny_llama import LLAMA, continuation, random_llama, random_prompt
 from support.more import more
 
@@ -25,9 +26,9 @@ DTYPES = ["float32", "bfloat16", "float8_e4m3fn"]
 
 
 def config_of(dtype: str = "float32", device: str = "cpu", **options: Any) -> CacheConfig:
-    shape = {"num_layers": NUM_LAYERS, "num_kv_heads": NUM_HEADS, "head_dim": K_DIM, "v_head_dim": V_DIM}
     options = {"eviction": EvictionConfig(high_watermark=1.0), **options}
-    pool = PoolConfig(num_slots=NUM_ROWS * ROW, dtype=dtype, device=device, **shape)
+    layers = layer_shapes(("full",) * NUM_LAYERS, NUM_HEADS, K_DIM, V_DIM)
+    pool = PoolConfig(num_slots=NUM_ROWS * ROW, dtype=dtype, device=device, layers=layers)
     return CacheConfig(kind="slots", max_seq_len=ROW, page_size=2, pool=pool, validate=True, **options)
 
 

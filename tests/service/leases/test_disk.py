@@ -50,7 +50,9 @@ def disk_config(
     path: Path, host: bool = False, num_slots: int = 64, fingerprint: str = "m", **disk: Any
 ) -> CacheConfig:
     """A small pool with tensors, perhaps a host tier, and a disk."""
-    pool = PoolConfig(num_slots=num_slots, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu")
+    pool = PoolConfig.uniform(
+        num_slots=num_slots, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"
+    )
     fields = {"num_slots": 1024, "direct_io": "off", "write_mib_s": None, "load_timeout_s": 60}
     return CacheConfig(
         page_size=PAGE,

@@ -36,7 +36,7 @@ async def opened(path: Path, host: bool = False, fingerprint: str = "") -> Async
     """A cache with its disk open, and its first session."""
     config = CacheConfig(
         page_size=PAGE,
-        pool=PoolConfig(num_slots=128, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"),
+        pool=PoolConfig.uniform(num_slots=128, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"),
         host=HostConfig(num_slots=1024, reserve=0.99) if host else None,
         disk=DiskConfig(path=str(path), num_slots=1024, direct_io="off", write_mib_s=None, load_timeout_s=60),
         eviction=EvictionConfig(high_watermark=0.99, low_watermark=0.98),

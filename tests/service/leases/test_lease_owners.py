@@ -123,7 +123,7 @@ async def test_refusals_while_many_leases_come_and_go_seldom_count_them(monkeypa
 
     uncounted = LeaseOwners._count
     monkeypatch.setattr(LeaseOwners, "_count", count)
-    pool = PoolConfig(num_slots=2048, num_layers=0, num_kv_heads=1, head_dim=1)
+    pool = PoolConfig(num_slots=2048)
     async with LocalPrefixCache(CacheConfig(pool=pool)) as cache:
         leases = [await cache.acquire([number]) for number in range(2048)]
         for lease in leases[:20]:

@@ -31,7 +31,9 @@ async def test_arithmetic_on_a_leases_tensors_changes_no_lease(cache: CacheUnder
 
 
 async def test_a_lease_writes_where_it_holds_whatever_its_callers_do_to_its_slots() -> None:
-    pool_config = PoolConfig(num_slots=32, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu")
+    pool_config = PoolConfig.uniform(
+        num_slots=32, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"
+    )
     async with LocalPrefixCache(CacheConfig(page_size=4, pool=pool_config)) as cache:
         pool = await cache.attach_pool()
         async with cache.acquire([1, 2, 3, 4]) as first:

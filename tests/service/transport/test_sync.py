@@ -102,8 +102,7 @@ def test_a_lease_can_be_handed_over(cache: SyncClient) -> None:
 
 def test_the_pool_is_read_and_written(cache: SyncClient) -> None:
     pool = cache.attach_pool()
-    shape = (CONFIG.pool.num_layers, 4, 1)
-    k, v = torch.rand(*shape, CONFIG.pool.head_dim), torch.rand(*shape, CONFIG.pool.v_head_dim or 0)
+    k, v = (torch.rand(len(CONFIG.pool.layers), 4, *shape) for shape in CONFIG.pool.layers[0].shapes)
 
     with cache.acquire(PROMPT) as lease:
         pool.write_kv(lease, lease.slots[:4], k, v)

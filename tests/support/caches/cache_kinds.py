@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 from _pytest.mark import ParameterSet
+from support.caches.pool_layers import layer_shapes
 
 from raydix.cache_core.components.window_kv import kept_tail
 from raydix.schemas import CacheConfig, EvictionConfig, HostConfig, LeaseConfig, PoolConfig
@@ -69,14 +70,8 @@ class KindUnderTest:
 
     def cache_config(self) -> CacheConfig:
         """The configuration."""
-        shape = {"num_layers": NUM_LAYERS, "num_kv_heads": 1, "head_dim": 2, "v_head_dim": 1}
-        pool: dict[str, Any] = {"num_slots": NUM_PAGES * self.page_size, "dtype": "float32", "device": "cpu", **shape}
-        if set(self.layer_kinds) != {"full"}:
-            pool["layer_kinds"] = self.layer_kinds
-        if self.index_head_dim:
-            pool["index_head_dim"] = self.index_head_dim
-            if self.has_window:
-                pool["index_layers"] = [layer for layer, kind in enumerate(self.layer_kinds) if kind != "state"]
+        layers = layer_shapes(self.layer_kinds, 1, 2, 1, self.index_head_dim)
+        pool = {"num_slots": NUM_PAGES * self.page_size, "dtype": "float32", "device": "cpu", "layers": layers}
         return CacheConfig(
             page_size=self.page_size,
             pool=PoolConfig(**pool | self.pool),
@@ -116,7 +111,7 @@ def mamba(page_size: int, num_states: int = 3 * NUM_PAGES) -> KindUnderTest:
         f"mamba{page_size}",
         page_size,
         {"kind": "mamba"},
-        {"num_state_slots": num_states, "state_shapes": ((3,), (2, 2))},
+        {"num_state_slots": num_states},
         largest_leaf=1,
         layer_kinds=("full", "state", "full"),
     )

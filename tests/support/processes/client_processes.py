@@ -47,10 +47,9 @@ def client_class() -> Any:
         async def _write(self) -> None:
             import torch
 
-            n, layout = len(self._lease), self._pool.layout
-            shape = (layout.num_layers, n, layout.num_kv_heads)
+            shapes = self._pool.layout.copy_shapes(len(self._lease))
             while True:
-                k, v = torch.ones(*shape, layout.head_dim), torch.ones(*shape, layout.v_head_dim)
+                k, v = map(torch.ones, shapes)
                 await self._pool.write_kv(self._lease, self._lease.slots, k, v)
 
         async def grant(self) -> Any:

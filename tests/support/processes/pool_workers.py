@@ -21,7 +21,7 @@ PROMPT = list(range(1, 11))  # two pages and a half
 def config_of(dtype: str, device: str = "cpu", **pool: Any) -> CacheConfig:
     return CacheConfig(
         page_size=PAGE,
-        pool=PoolConfig(
+        pool=PoolConfig.uniform(
             num_slots=64,
             num_layers=NUM_LAYERS,
             num_kv_heads=NUM_HEADS,

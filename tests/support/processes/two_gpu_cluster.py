@@ -17,7 +17,7 @@ from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
 CONFIG = CacheConfig(pool=PoolConfig(num_slots=64))
 INDEX = ("--set", "pool.num_slots=64", "--set", "pool.device=auto")
-TENSORS = (*INDEX, *("--set", "pool.num_layers=1", "--set", "pool.num_kv_heads=1", "--set", "pool.head_dim=8"))
+TENSORS = (*INDEX, "--set", "pool.layers=[{num_kv_heads: 1, head_dim: 8}]")
 
 
 @ray.remote(num_gpus=0.4, num_cpus=0)

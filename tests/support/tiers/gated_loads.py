@@ -18,7 +18,9 @@ PAGE = 4
 
 def host_config(num_slots: int = 64, **changed: object) -> CacheConfig:
     """A small pool with tensors, and a host tier to which all of it is written."""
-    pool = PoolConfig(num_slots=num_slots, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu")
+    pool = PoolConfig.uniform(
+        num_slots=num_slots, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"
+    )
     fields = {
         "page_size": PAGE,
         "pool": pool,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
 from raydix.cache_core.pool.kv_pool import wait_for_device
 from raydix.cache_core.tiers.page_records import KINDS, CopyPlan, Kind, PageCopies, PageRecords, Pairs
+from raydix.schemas.layer_shape import LayerKind, LayerShape
 
 PAGE = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
@@ -25,22 +26,26 @@ def scatter(records: PageRecords, starts: NDArray[np.int64], data: torch.Tensor,
     records.copies(data, kind).load(records.rows(starts, kind), np.arange(len(starts)))
 
 
-def layers(num_layers: int = 3, heads: int = 2, k: int = 4, v: int = 4, **more: object) -> PoolLayout:
-    return PoolLayout(48, PAGE, num_layers, heads, k, v, torch.uint8, **more)  # type: ignore[arg-type]
+def layout(*layers: LayerShape, num_swa_slots: int = 0, num_state_slots: int = 0) -> PoolLayout:
+    return PoolLayout(48, PAGE, layers, torch.uint8, num_swa_slots, num_state_slots)
 
 
-_STATES = {"num_state_slots": 5, "state_shapes": ((3, 2), (7,))}
-_MIXED = ("swa", "full", "state", "full", "swa", "state")
+def kv(heads: int = 2, k: int = 4, v: int = 4, index: int = 0, kind: LayerKind = "full") -> LayerShape:
+    return LayerShape(kind=kind, num_kv_heads=heads, head_dim=k, v_head_dim=v, index_head_dim=index)
+
+
+_SWA, _STATE = kv(kind="swa"), LayerShape(kind="state", state_shapes=((3, 2), (7,)))
+_MIXED = (_SWA, kv(index=3), _STATE, kv(), kv(index=2, kind="swa"), _STATE)
 LAYOUTS: dict[str, Layout] = {
-    "attention": layers(),
-    "latent": layers(2, 1, 9, 0),
-    "narrow V": layers(3, 2, 6, 5),
-    "shapes": layers(3, 0, 0, 0, kv_shapes=((2, 4, 4), (1, 8, 3), (2, 4, 4))),
-    "index keys": layers(4, index_dims=(5, 0, 5, 3)),
-    "windows": layers(4, layer_kinds=("full", "swa", "swa", "full"), num_swa_slots=24),
-    "states": layers(3, layer_kinds=("state", "full", "state"), **_STATES),
-    "mixed": layers(6, layer_kinds=_MIXED, num_swa_slots=20, index_dims=(0, 3, 0, 0, 2, 0), **_STATES),
-    "no layers": layers(0),
+    "attention": layout(*[kv()] * 3),
+    "latent": layout(*[kv(1, 9, 0)] * 2),
+    "narrow V": layout(*[kv(2, 6, 5)] * 3),
+    "shapes": layout(kv(), kv(1, 8, 3), kv()),
+    "index keys": layout(kv(index=5), kv(), kv(index=5), kv(index=3)),
+    "windows": layout(kv(), _SWA, _SWA, kv(), num_swa_slots=24),
+    "states": layout(_STATE, kv(), _STATE, num_state_slots=5),
+    "mixed": layout(*_MIXED, num_swa_slots=20, num_state_slots=5),
+    "no layers": layout(),
     "opaque": RecordLayout(48, PAGE, 13),
     "opaque, mixed": RecordLayout(48, PAGE, 24, 20, 7, 5, 33),
 }
@@ -78,7 +83,7 @@ def _segments(pool: Pool, kind: Kind) -> list[list[bytes]]:
         return [[as_bytes(record) for record in records]] if records.numel() else []
     if kind == "state":
         return [[as_bytes(row) for row in pool.state_rows()]] if pool.state_rows().numel() else []
-    of_kind = [layer for layer in range(pool.layout.num_layers) if pool.layout.kind(layer) == kind]
+    of_kind = [layer for layer in range(len(pool.layout.layers)) if pool.layout.kind(layer) == kind]
     arrays = [array for layer in of_kind for array in (pool.k[layer], pool.v[layer], pool.index[layer])]
     return [[as_bytes(page) for page in array.split(PAGE)] for array in arrays if array.numel()]
 

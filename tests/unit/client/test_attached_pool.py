@@ -22,7 +22,7 @@ from raydix.actors.transport.pool_shapes import layout_of
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig, PoolHandle
 
-CONFIG = CacheConfig(pool=PoolConfig(num_slots=8, num_layers=1, num_kv_heads=1, head_dim=2, device="cpu"))
+CONFIG = CacheConfig(pool=PoolConfig.uniform(num_slots=8, num_layers=1, num_kv_heads=1, head_dim=2, device="cpu"))
 SLOTS = torch.tensor([1, 2])
 
 
@@ -166,7 +166,7 @@ import torch
 from raydix.actors.transport.pool_memory import ExportedPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
-config = CacheConfig(pool=PoolConfig(num_slots=2**17, num_layers=4, num_kv_heads=4, head_dim=64, device="cpu"))
+config = CacheConfig(pool=PoolConfig.uniform(num_slots=2**17, num_layers=4, num_kv_heads=4, head_dim=64, device="cpu"))
 used = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
 for share in (True, False):

@@ -20,7 +20,7 @@ from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.schemas import CacheConfig, DiskConfig, HostConfig, InvalidRequest, ModelFingerprint, PoolConfig
 
 GUIDE = Path(__file__).parents[3] / "examples" / "worker.md"
-POOL = PoolConfig(num_slots=256, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu")
+POOL = PoolConfig.uniform(num_slots=256, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu")
 TIERED = CacheConfig(page_size=16, pool=POOL, host=HostConfig(num_slots=1024))
 
 

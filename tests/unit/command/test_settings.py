@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.caches.pool_layers import layer_shapes
 
 from raydix.actors.cluster.settings import Settings, as_yaml, load_settings
 from raydix.actors.cluster.settings_file import SettingsError
@@ -14,6 +15,7 @@ from raydix.schemas import (
     EvictionConfig,
     GhostConfig,
     HostConfig,
+    LayerShape,
     MetricsConfig,
     PoolConfig,
     TenantConfig,
@@ -84,32 +86,34 @@ def test_without_a_file_the_environment_and_options_suffice() -> None:
 
 
 def test_values_are_yaml_and_texts_are_texts() -> None:
-    options = ["pool.num_slots=64", "fingerprint=007", "events=full", "sliding_window_size=null", "pool.num_layers=2"]
-    options += ["pool.num_kv_heads=1", "pool.head_dim=4", "pool.layer_kinds=[full, full]"]
+    options = ["pool.num_slots=64", "fingerprint=007", "events=full", "sliding_window_size=null"]
+    options += ["pool.layers=[{count: 2, num_kv_heads: 1, head_dim: 4}]"]
 
     config = load_settings(environ={}, options=options).config
 
     assert (config.fingerprint, config.events, config.sliding_window_size) == ("007", "full", None)
-    assert config.pool.layer_kinds == ("full", "full")
+    assert config.pool.layers == (LayerShape(num_kv_heads=1, head_dim=4),) * 2
 
 
-def test_the_shapes_of_layers_may_be_given_as_an_option_or_a_variable() -> None:
-    text, options = "[[2, 4, 4], [1, 8, 8]]", ["pool.num_slots=64", "pool.num_layers=2"]
-    environ = {"RAYDIX_POOL_KV_SHAPES": text}
+def test_layers_may_be_given_as_an_option_or_a_variable() -> None:
+    text, options = "[{count: 60, num_kv_heads: 2, head_dim: 4}, {num_kv_heads: 1, head_dim: 8}]", ["pool.num_slots=64"]
+    environ = {"RAYDIX_POOL_LAYERS": text}
 
     for settings in (
-        load_settings(environ={}, options=[*options, f"pool.kv_shapes={text}"]),
+        load_settings(environ={}, options=[*options, f"pool.layers={text}"]),
         load_settings(environ=environ, options=options),
     ):
-        assert settings.config.pool.kv_shapes == ((2, 4, 4), (1, 8, 8))
+        alike, other = LayerShape(num_kv_heads=2, head_dim=4), LayerShape(num_kv_heads=1, head_dim=8)
+        assert settings.config.pool.layers == (*(alike,) * 60, other)
+        assert "- {count: 60, num_kv_heads: 2, head_dim: 4}" in as_yaml(settings)
 
 
 def test_layers_with_index_keys_may_be_given_as_an_option_and_count_in_the_bytes_of_a_token() -> None:
-    layers = "num_layers: 3, num_kv_heads: 1, head_dim: 8, index_head_dim: 4, index_layers: [0, 2]"
+    layers = "[{count: 2, num_kv_heads: 1, head_dim: 8, index_head_dim: 4}, {num_kv_heads: 1, head_dim: 8}]"
 
-    pool = load_settings(environ={}, options=[f"pool={{num_slots: 112kB, {layers}}}"]).config.pool
+    pool = load_settings(environ={}, options=[f"pool={{num_slots: 112kB, layers: {layers}}}"]).config.pool
 
-    assert (pool.index_head_dim, pool.index_layers) == (4, (0, 2))
+    assert [layer.index_head_dim for layer in pool.layers] == [4, 4, 0]
     assert pool.num_slots == 112_000 // (2 * (3 * (8 + 8) + 2 * 4))
 
 
@@ -128,7 +132,7 @@ def test_the_slots_of_a_pool_may_have_a_unit_and_are_then_rounded_down_to_pages(
 
 
 def test_the_slots_of_a_pool_with_layers_may_be_given_in_bytes() -> None:
-    shape = ["pool.num_layers=2", "pool.num_kv_heads=2", "pool.head_dim=8", "pool.v_head_dim=4", "page_size=16"]
+    shape = ["pool.layers=[{count: 2, num_kv_heads: 2, head_dim: 8, v_head_dim: 4}]", "page_size=16"]
     token_bytes = 2 * 2 * (8 + 4) * 2  # layers, heads, K and V, bytes of a number
 
     def num_slots(size: str, *more: str) -> int:
@@ -159,7 +163,9 @@ def test_the_limits_of_a_tenant_may_have_a_unit() -> None:
         load_settings(environ={}, options=["pool.num_slots=64", "tenants=[{name: a, cap_slots: 1GiB}]"])
 
 
-LAYERS = ("pool.num_layers=2", "pool.num_kv_heads=2", "pool.head_dim=8", "page_size=16", "pool.num_slots=1600")
+LAYERS = ("pool.layers=[{count: 2, num_kv_heads: 2, head_dim: 8}]", "page_size=16", "pool.num_slots=1600")
+FULL, SWA = "{num_kv_heads: 2, head_dim: 8}", "{kind: swa, num_kv_heads: 2, head_dim: 8}"
+STATE = "{kind: state, state_shapes: [[1000]]}"
 TOKEN_BYTES = 2 * 2 * (8 + 8) * 2  # layers, heads, K and V, bytes of a number
 
 
@@ -183,16 +189,15 @@ def test_the_slots_of_a_host_tier_may_be_bytes_or_a_multiple_of_the_pool(capacit
     "more",
     [
         (),
-        ("pool.layer_kinds=[full, swa]", "sliding_window_size=32", "pool.num_swa_slots=160"),
-        ("pool.layer_kinds=[full, swa]", "sliding_window_size=32", "host.num_swa_slots=2x"),
+        (f"pool.layers=[{FULL}, {SWA}]", "sliding_window_size=32", "pool.num_swa_slots=160"),
+        (f"pool.layers=[{FULL}, {SWA}]", "sliding_window_size=32", "host.num_swa_slots=2x"),
         ("sliding_window_size=32",),
-        ("pool.layer_kinds=[full, state]", "kind=mamba", "pool.num_state_slots=10", "pool.state_shapes=[[1000]]"),
+        (f"pool.layers=[{FULL}, {STATE}]", "kind=mamba", "pool.num_state_slots=10"),
         (
-            "pool.layer_kinds=[state, swa]",
+            f"pool.layers=[{STATE}, {SWA}]",
             "kind=mamba",
             "sliding_window_size=32",
             "pool.num_state_slots=10",
-            "pool.state_shapes=[[1000]]",
             "host.num_state_slots=25",
         ),
     ],
@@ -223,7 +228,7 @@ def test_a_host_tier_below_an_opaque_pool_may_be_given_in_bytes() -> None:
         (LAYERS, "0x", "--host-capacity must hold a page, 16 tokens, not '0x', which is 0 tokens"),
         (("pool.num_slots=64",), "1GiB", "--host-capacity must be tokens, such as 200_000 or 1M, not '1GiB': the pool"),
         ((*LAYERS, "kind=chunk"), "4x", "the settings: host is for kinds 'radix' and 'mamba', not 'chunk'"),
-        ((*LAYERS, "pool.head_dim=0"), "4x", "the settings: pool: a pool with layers needs num_kv_heads and head_dim"),
+        ((*LAYERS, "pool.layers=[{}]"), "4x", "--set pool.layers=[{}]: pool.layers.0: a layer that keeps KV needs"),
         ((*LAYERS, "host.num_slots=-4"), None, "--set host.num_slots=-4: host.num_slots: must be greater than 0"),
         ((*LAYERS, "host.num_slots=x"), None, "--set host.num_slots=x: host.num_slots must be tokens, such as 200_000"),
         ((*LAYERS, "host={num_slots: 0x}"), None, "--set host={num_slots: 0x}: "),
@@ -414,7 +419,7 @@ def test_variables_of_other_programs_are_left_alone() -> None:
             "FILE, line 2, column 14: aliases are not supported: write the value again",
         ),
         ("name: [" + LAUGHS + "]", "FILE, line 1, column "),
-        ("pool:\n  state_shapes: [" + LAUGHS + "]", "FILE, line 2, column "),
+        ("pool:\n  layers: [" + LAUGHS + "]", "FILE, line 2, column "),
         ("pool: {<<: {a: 1}}\n", "FILE, line 1: pool.<<: no such key"),
         ("? [a, b]\n: 1\n", "FILE, line 1: a key must be a text"),
         ("x" * 500 + ": 1\n", "FILE, line 1: xxx"),
@@ -430,7 +435,11 @@ def test_variables_of_other_programs_are_left_alone() -> None:
         ("pool:\n", "FILE, line 1: pool: must have keys, not None"),
         ("", "FILE: pool: must be set / give at least pool.num_slots: --set pool.num_slots=65536"),
         (
-            "page_size: 16\npool: {num_layers: 2}\n",
+            "page_size: 16\npool:\n  num_slots: 64\n  num_layers: 2\n",
+            "FILE, line 2: pool: num_layers is a layer's: use PoolConfig.uniform(...), or layers: [{count: 32",
+        ),
+        (
+            "page_size: 16\npool: {device: cpu}\n",
             "FILE, line 2: pool.num_slots: must be set / set pool.num_slots in a file",
         ),
     ],
@@ -506,9 +515,13 @@ def test_what_is_wrong_elsewhere_names_the_variable_or_option(file: Path) -> Non
     assert complaint(file, options=("pool.num_slots=x",)).startswith(
         "--set pool.num_slots=x: pool.num_slots must be tokens"
     )
+    assert complaint(file, options=("pool.num_layers=2",)) == "--set pool.num_layers=2: no such key / pool.layers?"
+    assert complaint(file, options=("pool.head_dim=8",)).endswith(
+        "no such key / pool.layers: [{count: 32, num_kv_heads: 8, head_dim: 128}]"
+    )
     assert complaint(file, options=("pool=4",)).startswith("--set pool=4: pool: must have keys, not 4")
     assert complaint(file, options=("page_size",)) == "--set page_size: no value / --set page_size=VALUE"
-    assert complaint(file, options=("pool.head_dim={",)).startswith("--set pool.head_dim={: '{' is not a YAML value")
+    assert complaint(file, options=("pool.layers={",)).startswith("--set pool.layers={: '{' is not a YAML value")
     assert complaint(file, {"RAYDIX_PAGE_SIZE": "2024-13-45"}).startswith(
         "environment variable RAYDIX_PAGE_SIZE: not a YAML value: month must be in 1..12 / quote it"
     )
@@ -571,11 +584,11 @@ def test_a_configuration_written_as_json_is_read_back(tmp_path: Path) -> None:
         CacheConfig(
             page_size=8,
             sliding_window_size=16,
-            pool=PoolConfig(num_slots=64, num_layers=2, num_kv_heads=1, head_dim=4, layer_kinds=("full", "swa")),
+            pool=PoolConfig(num_slots=64, layers=layer_shapes(("full", "swa"))),
             eviction=EvictionConfig(high_watermark=1 / 3, low_watermark=1e-9),
         ),
-        CacheConfig(pool=PoolConfig(num_slots=64, num_layers=3, kv_shapes=((4, 8, 8), (1, 16, 16), (4, 8, 6)))),
-        CacheConfig(kind="mamba", pool=PoolConfig(num_slots=64, num_state_slots=4, state_shapes=((2, 3), (4,)))),
+        CacheConfig(pool=PoolConfig(num_slots=64, layers=layer_shapes(("full",) * 3, 4, 8, 6, 3, (1, 2)))),
+        CacheConfig(kind="mamba", pool=PoolConfig(num_slots=64, num_state_slots=4, layers=layer_shapes(("state",)))),
         CacheConfig(
             pool=PoolConfig(num_slots=64),
             tenants=tuple(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.caches.pool_layers import layer_shapes
 from support.models.model_variants import config_named
 from support.models.model_zoo import tiny_config
 from support.models.tiny_llama import LLAMA, continuation, random_llama, random_prompt
@@ -22,7 +23,7 @@ from support.processes.fresh_process import run_fresh
 from transformers import AutoConfig, DynamicCache, LlamaForCausalLM, PreTrainedConfig, cache_utils
 
 from raydix.actors.huggingface.copied_cache import CopiedCache
-from raydix.actors.huggingface.layer_mapping import KVShape, ModelLayers, PoolLayers, StateTensor
+from raydix.actors.huggingface.layer_mapping import ModelLayers, PoolLayers, StateTensor
 from raydix.actors.huggingface.measure import measure
 from raydix.actors.huggingface.model_config import cache_config_for, pool_config_for
 from raydix.actors.huggingface.pool_shape import PoolShape
@@ -44,7 +45,7 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture
 def pool() -> KVPool:
-    return KVPool(PoolLayout(NUM_ROWS - 1, 1, 3, 2, 8, 8, torch.float32))
+    return KVPool(PoolLayout(NUM_ROWS - 1, 1, layer_shapes(("full",) * 3, 2, 8), torch.float32))
 
 
 @pytest.fixture
@@ -246,9 +247,8 @@ import torch
 from support.models.tiny_models import FALCON_H1, QWEN3_NEXT
 from raydix.actors.huggingface.layer_mapping import ModelLayers
 from raydix.actors.huggingface.measure import measure
-from raydix.actors.huggingface.pool_shape import PoolShape
 for config in (FALCON_H1, QWEN3_NEXT):
-    print([tuple(state) for state in measure(config, ModelLayers.of(config), torch.float32).states])
+    print([tuple(state) for state in measure(config, ModelLayers.of(config), torch.float32)[1]])
 """
 
     done = run_fresh(program, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
@@ -271,7 +271,7 @@ def test_a_state_in_the_pool_keeps_every_bit_in_whatever_dtype_the_pool_is(
     layers = ModelLayers.of(config)
     first = PooledCache(pool, slots, 0, state_slot=1, layers=layers, states=states)
     run(model, prompt[:9], first)
-    for layer in range(pool.layout.num_layers):
+    for layer in range(len(pool.layout.layers)):
         for tensor in pool.state(layer):
             tensor[3] = tensor[1]  # as a cache hands a state on
     run(model, prompt[9:], first)  # goes on in its own row
@@ -292,7 +292,7 @@ def test_a_layer_with_a_state_needs_a_state_slot() -> None:
 
 
 def states_of(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    return measure(config, ModelLayers.of(config), dtype).states
+    return measure(config, ModelLayers.of(config), dtype)[1]
 
 
 def pool_for(config: CacheConfig) -> KVPool:
@@ -316,8 +316,7 @@ def indexed_config(model_type: str, **options: Any) -> PreTrainedConfig:
 def indexed_pool(config: PreTrainedConfig, dtype: torch.dtype) -> KVPool:
     """The pool of such a model, with room for 48 tokens and 3 states."""
     layers = ModelLayers.of(config)
-    kept = measure(config, layers, dtype)
-    fields = PoolShape.of_model(layers, kept.kv, kept.states, dtype).pool_fields()
+    fields = measure(config, layers, dtype)[0]._asdict()
     states = 3 if layers.has_states else 0
     pool = PoolConfig(num_slots=48, num_state_slots=states, device="cpu", **fields)
     kind = "mamba" if states else "radix"
@@ -330,7 +329,7 @@ class IndexedRun:
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
         self.model = random_model(config).to(dtype)
         self.layers = ModelLayers.of(config)
-        self.states = measure(config, self.layers, dtype).states
+        self.states = measure(config, self.layers, dtype)[1]
         self.pool = indexed_pool(config, dtype)
         self.slots, self.swa_slots = 1 + torch.randperm(48)[:40], 1 + torch.randperm(48)[:40]
 
@@ -376,7 +375,7 @@ def test_the_comparison_notices_one_wrong_index_key() -> None:
 
 
 def indexed_layer(num_tokens: int = 0) -> tuple[KVPool, PooledIndexedLayer]:
-    pool = KVPool(PoolLayout(15, 1, 1, 2, 8, 4, torch.float32, index_dims=(6,)))
+    pool = KVPool(PoolLayout(15, 1, layer_shapes(("full",), 2, 8, 4, 6), torch.float32))
     kv = PooledKV(pool.write, CPU)
     kv.point(torch.randperm(16)[:12], None)
     return pool, PooledIndexedLayer(kv, 0, pool.k[0], pool.v[0], num_tokens, pool.index[0], None)
@@ -456,49 +455,44 @@ def test_a_copied_cache_gives_back_index_keys_once_and_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "fields"),
+    ("config", "dtype", "dims"),
     [
-        (indexed_config(DEEPSEEK), torch.float32, (16, None)),
-        (config_named("glm_moe_dsa, shared indexers"), torch.bfloat16, (16, (0, 2))),
-        (indexed_config(DOTS), torch.bfloat16, (32, None)),  # float32, in two elements each
-        (indexed_config(QWEN_4), torch.float32, (8, None)),
-        (LLAMA, torch.float32, (0, None)),
+        (indexed_config(DEEPSEEK), torch.float32, [16, 16]),
+        (config_named("glm_moe_dsa, shared indexers"), torch.bfloat16, [16, 0, 16]),
+        (indexed_config(DOTS), torch.bfloat16, [32, 0, 32, 0]),  # float32, in two elements each
+        (indexed_config(QWEN_4), torch.float32, [0, 8, 0, 8]),
+        (LLAMA, torch.float32, [0, 0, 0]),
     ],
     ids=["deepseek", "shared", "dots", "qwen", "llama"],
 )
-def test_the_index_keys_of_a_pool_are_measured(
-    config: PreTrainedConfig, dtype: torch.dtype, fields: tuple[int, tuple[int, ...] | None]
-) -> None:
+def test_the_index_keys_of_a_pool_are_measured(config: PreTrainedConfig, dtype: torch.dtype, dims: list[int]) -> None:
     layers = ModelLayers.of(config)
-    kept = measure(config, layers, dtype)
-    shape = PoolShape.of_model(layers, kept.kv, kept.states, dtype)
-    pool = PoolConfig(num_slots=8, num_state_slots=2 if layers.has_states else 0, **shape.pool_fields())
+    shape, _ = measure(config, layers, dtype)
+    pool = PoolConfig(num_slots=8, num_state_slots=2 if layers.has_states else 0, **shape._asdict())
 
-    assert (pool.index_head_dim, pool.index_layers) == fields
-    assert PoolShape.of_pool(pool) == shape
+    assert [layer.index_head_dim for layer in pool.layers] == dims
+    assert PoolShape(pool.layers, pool.dtype) == shape
     assert shape.is_uniform == (config.model_type in (DEEPSEEK, QWEN_4, "llama"))
-    assert ("with index keys of" in str(shape)) == (fields[0] > 0)
+    assert ("with index keys of" in str(shape)) == (max(dims) > 0)
 
 
 def test_a_pool_without_a_models_index_keys_is_named_as_unlike() -> None:
-    needed = PoolShape(("full",) * 3, (KVShape(1, 8, 8, 6), KVShape(1, 8, 8), KVShape(1, 8, 8, 6)), "float32")
-    held = PoolShape(("full",) * 3, (KVShape(1, 8, 8),) * 3, "float32")
+    needed = PoolShape(layer_shapes(("full",) * 3, 1, 8, None, 6, (0, 2)), "float32")
+    held = PoolShape(layer_shapes(("full",) * 3, 1, 8), "bfloat16")
 
     assert needed != held
-    assert needed.fields_unlike(held) == "index_head_dim=6, index_layers=(0, 2)"
-    assert held.fields_unlike(needed) == "index_head_dim=0, index_layers=None"
+    indexed = "1 layer (full: 1 KV heads of 8 with index keys of 6)"
+    assert str(needed) == f"{indexed} + 1 layer (full: 1 KV heads of 8) + {indexed} in float32"
+    assert str(held) == "3 layers (full: 1 KV heads of 8) in bfloat16"
     assert not needed.is_uniform
 
 
-def test_index_keys_that_one_pool_cannot_hold_are_refused() -> None:
-    layers, shapes = ModelLayers.full(2), (KVShape(1, 8, 8, 6), KVShape(1, 8, 8, 4))
+def test_index_keys_that_a_pool_cannot_hold_are_refused() -> None:
     cache = DynamicCache()
     cache.layers = [cache_utils.DynamicIndexedLayer()]
     cache.update(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8), 0)
     cache.update_indexer(torch.ones(1, 1, 6).half(), 0)
 
-    with pytest.raises(ConfigMismatch, match=r"index keys of this model's layers differ in width: \[4, 6\]"):
-        PoolShape.of_model(layers, shapes, (), torch.float32)
     with pytest.raises(ConfigMismatch, match=r"an index key in torch.float16 does not fit into a pool of torch.float"):
         ModelLayers.full(1).kv_in(cache)
 
@@ -535,9 +529,9 @@ def test_a_cache_is_configured_from_a_model_without_counting() -> None:
     llama = cache_config_for(LLAMA, 64, device="cpu")
 
     assert (gemma.kind, gemma.sliding_window_size, gemma.page_size) == ("radix", WINDOW, 4)
-    assert (gemma.pool.layer_kinds, gemma.pool.num_swa_slots) == (("swa", "full", "swa"), 32)
+    assert ([layer.kind for layer in gemma.pool.layers], gemma.pool.num_swa_slots) == (["swa", "full", "swa"], 32)
     assert (qwen.kind, qwen.pool.num_state_slots, qwen.sliding_window_size) == ("mamba", 5, None)
-    assert qwen.pool.state_shapes == ((64, 4), (4, 8, 16))  # the second is float32, in two elements each
+    assert qwen.pool.layers[0].state_shapes == ((64, 4), (4, 8, 16))  # the second is float32, in two elements each
     assert llama == CacheConfig(pool=pool_config_for(LLAMA, 64, device="cpu"))
 
 
@@ -583,7 +577,7 @@ def test_a_layer_of_an_unknown_kind_is_refused_by_name(monkeypatch: pytest.Monke
 def test_a_pool_is_configured_from_a_model_without_counting() -> None:
     pool = pool_config_for(LLAMA, 640, device="cpu")
 
-    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 3, (KVShape(2, 8, 8),) * 3, "float32")
+    assert PoolShape(pool.layers, pool.dtype) == PoolShape(layer_shapes(("full",) * 3, 2, 8), "float32")
     assert (pool.num_slots, pool.device) == (640, "cpu")
     assert pool_config_for(LLAMA.to_dict(), 640, device="cpu") == pool
     assert pool_config_for(LLAMA, 640, dtype=torch.bfloat16).dtype == "bfloat16"
@@ -592,7 +586,7 @@ def test_a_pool_is_configured_from_a_model_without_counting() -> None:
 def test_heads_are_counted_under_the_names_that_older_models_give_them() -> None:
     pool = pool_config_for({"model_type": "gpt2", "n_embd": 48, "n_head": 4, "n_layer": 2}, 64)
 
-    assert PoolShape.of_pool(pool) == PoolShape(("full",) * 2, (KVShape(4, 12, 12),) * 2, "float32")
+    assert PoolShape(pool.layers, pool.dtype) == PoolShape(layer_shapes(("full",) * 2, 4, 12), "float32")
 
 
 def test_a_dictionary_without_model_type_is_refused() -> None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.caches.pool_layers import layer_shapes
 
 from raydix.cache_core import KVPool, PoolLayout
 
 PAGE, NUM_SLOTS = 4, 60
-LAYOUT = PoolLayout(NUM_SLOTS, PAGE, num_layers=2, num_kv_heads=2, head_dim=8, v_head_dim=3, dtype=torch.float16)
+LAYOUT = PoolLayout(NUM_SLOTS, PAGE, layer_shapes(("full",) * 2, 2, 8, 3), torch.float16)
 PAGES = [8, 9, 10, 11, 40, 41, 42, 43, 20, 21, 22, 23]
 SLOTS = {
     "one": [7],
@@ -43,7 +44,7 @@ def as_bytes(rows: torch.Tensor) -> torch.Tensor:
 
 def pool_of(dtype: torch.dtype, head_dim: int, shift: int) -> KVPool:
     """A pool of random bits, with memory that starts a number of bytes after a boundary."""
-    layout = replace(LAYOUT, dtype=dtype, head_dim=head_dim)
+    layout = replace(LAYOUT, dtype=dtype, layers=layer_shapes(("full",) * 2, 2, head_dim, 3))
     memory = random_bits(np.random.default_rng(1), torch.uint8, layout.num_bytes + 256)
     return KVPool(layout, storage=memory[shift:])
 

@@ -1,13 +1,16 @@
 """`KVPool` and its layout: sizes, rows, and exact reads after writes."""
 
+import re
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
+from support.caches.pool_layers import layer_shapes
 
 from raydix.cache_core import KVPool, PoolLayout
 
-TINY = PoolLayout(num_slots=4, page_size=2, num_layers=2, num_kv_heads=3, head_dim=4, v_head_dim=5, dtype=torch.float32)
+TINY = PoolLayout(num_slots=4, page_size=2, layers=layer_shapes(("full",) * 2, 3, 4, 5), dtype=torch.float32)
 EXACT = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 EVERY_DTYPE = [*EXACT, *FLOAT8]
@@ -44,13 +47,12 @@ def test_tensors_lie_one_after_the_other_and_start_on_boundaries(dtype: torch.dt
     assert ends[-1] <= pool.layout.num_bytes
 
 
+HYBRID_KINDS = ("state", "full", "swa", "state")
 HYBRID = replace(
     TINY,
-    num_layers=4,
-    layer_kinds=("state", "full", "swa", "state"),
+    layers=layer_shapes(HYBRID_KINDS, 3, 4, 5, state_shapes=((3, 2), (5,))),
     num_swa_slots=2,
     num_state_slots=3,
-    state_shapes=((3, 2), (5,)),
 )
 
 
@@ -86,10 +88,18 @@ def test_a_pool_without_state_layers_has_empty_rows() -> None:
     assert pool.storage.numel() == TINY.num_bytes
 
 
+class StateLayer(NamedTuple):
+    """A layer that may have empty tensors."""
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
 @pytest.mark.parametrize("shapes", [((),), ((0,),), ((0, 3), (2,)), ((), (5,), (0,))])
 def test_a_state_may_be_of_any_shape(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
-    pool = KVPool(replace(HYBRID, state_shapes=shapes, dtype=dtype))
+    state = StateLayer("state", shapes)
+    pool = KVPool(replace(HYBRID, layers=(state, *HYBRID.layers[1:3], state), dtype=dtype))
 
     assert [tuple(tensor.shape) for tensor in pool.state(3)] == [(4, *shape) for shape in shapes]
     for layer in (0, 3):
@@ -101,14 +111,14 @@ def test_a_state_may_be_of_any_shape(shapes: tuple[tuple[int, ...], ...], dtype:
 
 
 def test_values_may_be_narrower_than_keys_or_absent() -> None:
-    narrow, absent = KVPool(replace(TINY, v_head_dim=1)), KVPool(replace(TINY, v_head_dim=0))
+    narrow, absent = (KVPool(replace(TINY, layers=layer_shapes(("full",) * 2, 3, 4, dim))) for dim in (1, 0))
 
     assert narrow.v[1].shape == (6, 3, 1)
     assert absent.v[1].shape == (6, 3, 0)
 
 
 def test_a_pool_without_layers_has_no_memory() -> None:
-    pool = KVPool(replace(TINY, num_layers=0))
+    pool = KVPool(replace(TINY, layers=()))
 
     assert (pool.k, pool.v, pool.storage.numel()) == ([], [], 0)
 
@@ -146,7 +156,7 @@ def test_all_layers_are_written_and_read_at_once(dtype: torch.dtype) -> None:
 
 
 def test_layers_of_states_are_read_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = KVPool(replace(TINY, layer_kinds=("state", "full")))
+    pool = KVPool(replace(TINY, layers=layer_shapes(("state", "full"), 3, 4, 5)))
     slots = torch.tensor([4, 2])
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(shape, 7, **how))  # memory used before
 
@@ -258,7 +268,7 @@ def test_a_storage_may_be_larger_than_needed() -> None:
 
 # ---------------------------------------------------------------- layers that differ in shape
 
-UNLIKE = replace(HYBRID, kv_shapes=((0, 0, 0), (3, 4, 5), (1, 8, 8), (0, 0, 0)))
+UNLIKE = replace(HYBRID, layers=(*HYBRID.layers[:2], *layer_shapes(("swa",), 1, 8), HYBRID.layers[3]))
 
 
 def test_each_layer_has_the_rows_of_its_kind_in_its_own_shape() -> None:
@@ -283,7 +293,9 @@ def test_a_layer_takes_kv_of_its_own_shape_only() -> None:
 
 def test_layers_that_differ_are_not_copied_at_once() -> None:
     pool, slots = KVPool(UNLIKE), torch.tensor([2])
-    difference = r"one by one: .* is \(3, 4, 5\) in layer 1, but \(1, 8, 8\) in layer 2"
+    difference = re.escape(
+        "one by one: a token has shapes ((3, 4), (3, 5)) in layer 1, but ((1, 8), (1, 8)) in layer 2"
+    )
 
     with pytest.raises(ValueError, match=difference):
         pool.write_all(slots, torch.ones(4, 1, 3, 4), torch.ones(4, 1, 3, 5), slots)
@@ -294,23 +306,13 @@ def test_layers_that_differ_are_not_copied_at_once() -> None:
     assert TINY.difference == HYBRID.difference == ""
 
 
-@pytest.mark.parametrize(
-    ("shapes", "reason"),
-    [
-        (((3, 4, 5),) * 2, "a shape for each of 4 layers"),
-        (((0, 0, 0), (3, 4, 5), (3, 4, 5), (0, 0, 0)), "are alike"),
-    ],
-)
-def test_shapes_are_those_of_layers_that_differ(shapes: tuple[tuple[int, int, int], ...], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        replace(HYBRID, kv_shapes=shapes)
-
-
 # ---------------------------------------------------------------- index keys
 
-INDEXED = replace(TINY, index_dims=(7, 7))
-SOME_INDEXED = replace(HYBRID, index_dims=(0, 7, 0, 0))
-WINDOWS_INDEXED = replace(HYBRID, index_dims=(0, 7, 7, 0))
+INDEXED = replace(TINY, layers=layer_shapes(("full",) * 2, 3, 4, 5, 7))
+SOME_INDEXED, WINDOWS_INDEXED = (
+    replace(HYBRID, layers=layer_shapes(HYBRID_KINDS, 3, 4, 5, 7, layers, state_shapes=((3, 2), (5,))))
+    for layers in ((1,), (1, 2))
+)
 
 
 def indexed_kv(dtype: torch.dtype, *lead: int) -> tuple[torch.Tensor, ...]:
@@ -431,7 +433,7 @@ def test_a_layer_is_gathered_into_as_many_tensors_as_it_has(layer: int, number: 
 
 def test_layers_that_differ_in_having_index_keys_are_not_copied_at_once() -> None:
     pool, slots = KVPool(SOME_INDEXED), torch.tensor([2])
-    difference = "one by one: the number of elements of an index key is 7 in layer 1, but 0 in layer 2"
+    difference = re.escape("a token has shapes ((3, 4), (3, 5), (7,)) in layer 1, but ((3, 4), (3, 5)) in layer 2")
 
     with pytest.raises(ValueError, match=difference):
         pool.write_all(slots, *indexed_kv(torch.float32, 4, 1)[:2], slots)
@@ -440,12 +442,6 @@ def test_layers_that_differ_in_having_index_keys_are_not_copied_at_once() -> Non
 
     assert not pool.storage.any()
     assert INDEXED.difference == WINDOWS_INDEXED.difference == ""
-    assert "is (3, 4, 5) in layer 1" in replace(UNLIKE, index_dims=(0, 7, 7, 0)).difference
-
-
-def test_there_is_a_width_of_index_keys_for_each_layer() -> None:
-    with pytest.raises(ValueError, match="a number for each of 2 layers"):
-        replace(TINY, index_dims=(7,))
 
 
 # ---------------------------------------------------------------- rows of whole sequences
@@ -478,15 +474,14 @@ def test_a_pool_of_sequences_is_one_view_of_all_k_and_one_of_all_v(dtype: torch.
     assert bits(pool.k[1][5]) == bits(k[0, 0])
 
 
-@pytest.mark.parametrize("layout", [replace(SEQUENCES, num_layers=0), replace(SEQUENCES, num_layers=0, num_kv_heads=0)])
-def test_a_pool_of_sequences_without_layers_has_empty_views(layout: PoolLayout) -> None:
-    k_cache, v_cache = KVPool(layout).by_sequence()
+def test_a_pool_of_sequences_without_layers_has_empty_views() -> None:
+    k_cache, v_cache = KVPool(replace(SEQUENCES, layers=())).by_sequence()
 
     assert (tuple(k_cache.shape[:3]), tuple(v_cache.shape[:3])) == ((2, 3, 0), (2, 3, 0))
 
 
 def test_values_of_a_pool_of_sequences_may_be_absent() -> None:
-    _, v_cache = KVPool(replace(SEQUENCES, v_head_dim=0)).by_sequence()
+    _, v_cache = KVPool(replace(SEQUENCES, layers=layer_shapes(("full",) * 2, 3, 4, 0))).by_sequence()
 
     assert tuple(v_cache.shape) == (2, 3, 2, 3, 0)
 

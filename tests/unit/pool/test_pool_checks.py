@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.caches.pool_layers import layer_shapes
 
 from raydix.actors.service.core_factory import build_core
 from raydix.actors.transport.pool_shapes import layout_of
@@ -14,7 +15,7 @@ from raydix.cache_core.errors import ContentError
 from raydix.schemas import CacheConfig, EvictionConfig, PoolConfig
 
 PAGE = 2
-SHAPE = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 4, "device": "cpu", "dtype": "bfloat16"}
+SHAPE = {"layers": layer_shapes(("full", "full")), "device": "cpu", "dtype": "bfloat16"}
 
 
 def make(pool: dict[str, Any] | None = None, **fields: Any) -> tuple[LeasedCache, KVPool]:
@@ -52,7 +53,7 @@ def slots(starts: np.ndarray) -> list[int]:
 
 
 def test_a_fresh_pool_is_poisoned_but_for_its_padding() -> None:
-    _, pool = make_fresh({"layer_kinds": ("full", "swa"), "num_swa_slots": 12}, sliding_window_size=2)
+    _, pool = make_fresh({"layers": layer_shapes(("full", "swa")), "num_swa_slots": 12}, sliding_window_size=2)
 
     assert poisoned(pool, 0) == list(range(PAGE, 16 + PAGE))
     assert poisoned(pool, 1) == list(range(PAGE, 12 + PAGE))
@@ -66,7 +67,7 @@ def test_a_fresh_pool_of_rows_is_poisoned_whole() -> None:
 
 
 def test_fresh_states_are_poisoned_but_for_the_reserved_one_and_a_lease_begins_with_zeros() -> None:
-    states = {"layer_kinds": ("full", "state"), "num_state_slots": 3, "state_shapes": ((3,), (2, 2))}
+    states = {"layers": layer_shapes(("full", "state")), "num_state_slots": 3}
     cache, pool = make_fresh(states, kind="mamba")
 
     for tensor in pool.state(1):
@@ -132,7 +133,7 @@ def test_retired_pages_are_poisoned_once_the_last_lease_lets_go() -> None:
 
 
 def test_window_slots_are_poisoned_as_the_window_moves_on_and_full_ones_are_not() -> None:
-    swa = {"layer_kinds": ("full", "swa"), "num_swa_slots": 12}
+    swa = {"layers": layer_shapes(("full", "swa")), "num_swa_slots": 12}
     cache, pool = make(swa, sliding_window_size=2)
     assert isinstance(cache, KVCache)
     lease = cache.acquire("l", "s", key(1, 2, 3, 4, 5, 6, 7, 8))
@@ -146,7 +147,7 @@ def test_window_slots_are_poisoned_as_the_window_moves_on_and_full_ones_are_not(
 
 def test_a_window_that_is_brought_again_is_watched_again() -> None:
     """Its half moves behind a page of the tree that had lost its own."""
-    swa = {"layer_kinds": ("full", "swa"), "num_swa_slots": 12}
+    swa = {"layers": layer_shapes(("full", "swa")), "num_swa_slots": 12}
     cache, pool = make(swa, sliding_window_size=2)
     assert isinstance(cache, KVCache)
     for lease_id in ("l", "m"):

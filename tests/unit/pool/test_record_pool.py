@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from support.caches.pool_layers import layer_shapes
 
 from raydix.actors.service.core_factory import build_core
 from raydix.actors.transport.pool_shapes import layers_of, pool_below, pool_of, records_of
@@ -99,24 +100,14 @@ def test_a_published_record_that_is_overwritten_is_found(kind: str) -> None:
 
 
 LAYERED = {  # fields of a pool, and what else its cache needs
-    "attention": ({"num_layers": 3, "num_kv_heads": 2, "head_dim": 4}, {}),
-    "latent": ({"num_layers": 2, "num_kv_heads": 1, "head_dim": 9, "v_head_dim": 0}, {}),
-    "shapes": ({"num_layers": 2, "kv_shapes": ((2, 4, 4), (1, 8, 3)), "index_head_dim": 3, "index_layers": (1,)}, {}),
-    "windows": (
-        {"num_layers": 3, "num_kv_heads": 2, "head_dim": 4, "layer_kinds": ("swa", "full", "swa")},
-        {"sliding_window_size": 4},
-    ),
-    "windows alone": (
-        {"num_layers": 2, "num_kv_heads": 2, "head_dim": 4, "layer_kinds": ("swa", "swa")},
-        {"sliding_window_size": 4},
-    ),
+    "attention": ({"layers": layer_shapes(("full",) * 3, 2)}, {}),
+    "latent": ({"layers": layer_shapes(("full",) * 2, 1, 9, 0)}, {}),
+    "shapes": ({"layers": (*layer_shapes(("full",), 2), *layer_shapes(("full",), 1, 8, 3, 3))}, {}),
+    "windows": ({"layers": layer_shapes(("swa", "full", "swa"), 2)}, {"sliding_window_size": 4}),
+    "windows alone": ({"layers": layer_shapes(("swa", "swa"), 2)}, {"sliding_window_size": 4}),
     "states": (
         {
-            "num_layers": 3,
-            "num_kv_heads": 2,
-            "head_dim": 4,
-            "layer_kinds": ("state", "full", "state"),
-            "state_shapes": ((3, 2), (64,), (7,)),
+            "layers": layer_shapes(("state", "full", "state"), 2, state_shapes=((3, 2), (64,), (7,))),
             "num_state_slots": 5,
         },
         {"kind": "mamba"},
@@ -141,13 +132,13 @@ def test_the_pool_below_a_cache_takes_its_records_and_names_their_parts(name: st
     assert below.record_digest() == again.record_digest()
     tables = (below.pool.segments, below.pool.swa_segments, below.pool.state_segments)
     layers = [segment.layer for table in tables for segment in table]
-    assert set(layers) == set(range(config.pool.num_layers))
+    assert set(layers) == set(range(len(config.pool.layers)))
 
 
 def test_pools_below_with_records_of_one_size_but_other_parts_have_other_digests() -> None:
     digests = set()
     for heads, dim, dtype in ((2, 4, "bfloat16"), (4, 2, "bfloat16"), (2, 4, "float16"), (1, 4, "float32")):
-        pool = PoolConfig(num_slots=16, num_layers=2, num_kv_heads=heads, head_dim=dim, dtype=dtype)  # type: ignore[arg-type]
+        pool = PoolConfig.uniform(num_slots=16, num_layers=2, num_kv_heads=heads, head_dim=dim, dtype=dtype)  # type: ignore[arg-type]
         config = CacheConfig(page_size=PAGE, pool=pool)
         below = config.model_copy(update={"pool": pool_below(config, 32)})
         assert below.pool.slot_bytes == 64

@@ -15,6 +15,7 @@ from raydix.schemas import (
     EvictionConfig,
     GhostConfig,
     HostConfig,
+    LayerShape,
     LeaseConfig,
     MetricsConfig,
     PoolConfig,
@@ -23,21 +24,18 @@ from raydix.schemas import (
 )
 from raydix.schemas.protocol import PROTOCOL
 
-POOL = PoolConfig(num_slots=64, num_layers=2, num_kv_heads=3, head_dim=4)
+POOL = PoolConfig.uniform(num_slots=64, num_layers=2, num_kv_heads=3, head_dim=4)
 CONFIG = CacheConfig(page_size=4, pool=POOL)
-UNLIKE: dict[str, Any] = {"num_slots": 8, "num_layers": 3, "kv_shapes": ((2, 4, 4), (1, 8, 6), (2, 4, 4))}
-WITH_STATES: dict[str, Any] = {
-    "num_slots": 8,
-    "num_layers": 3,
-    "layer_kinds": ("full", "full", "state"),
-    "num_state_slots": 2,
-    "state_shapes": ((3,),),
-}
-
-
+FULL: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 4}
+STATE: dict[str, Any] = {"kind": "state", "state_shapes": ((3,),)}
+UNLIKE: dict[str, Any] = {"num_slots": 8, "layers": (FULL, FULL | {"num_kv_heads": 2})}
 OPAQUE: dict[str, Any] = {"num_slots": 8, "format": "opaque"}
-INDEXED: dict[str, Any] = {"num_slots": 8, "num_layers": 3, "num_kv_heads": 1, "head_dim": 2, "index_head_dim": 5}
-INDEXED_STATES: dict[str, Any] = WITH_STATES | {"num_kv_heads": 1, "head_dim": 2, "index_head_dim": 5}
+INDEXED: dict[str, Any] = {"num_slots": 8, "layers": (FULL | {"index_head_dim": 5},)}
+
+
+def one(**fields: Any) -> dict[str, Any]:
+    """The fields of a pool with one layer."""
+    return {"num_slots": 8, "layers": [fields]}
 
 
 def segments(*sizes: int) -> tuple[Segment, ...]:
@@ -73,14 +71,7 @@ def test_records_of_other_segments_or_pages_have_other_digests() -> None:
     ("pool", "fields", "message"),
     [
         ({}, {}, "needs slot_bytes, or segments"),
-        (
-            {"slot_bytes": 3, "num_layers": 2, "num_kv_heads": 1, "head_dim": 2},
-            {},
-            "num_layers is for pools with layers",
-        ),
-        ({"slot_bytes": 3, "layer_kinds": ("full",)}, {}, "layer_kinds is for pools with layers"),
-        ({"slot_bytes": 3, "index_head_dim": 5}, {}, "index_head_dim is for pools with layers"),
-        ({"slot_bytes": 3, "index_layers": (0,)}, {}, "index_layers is for pools with layers"),
+        ({"slot_bytes": 3, "layers": (FULL,)}, {}, "layers is for pools with layers"),
         ({"slot_bytes": 3, "segments": segments(4)}, {}, "slot_bytes must be 4, the bytes of segments, not 3"),
         ({"segments": segments(3, 5)[1:]}, {}, "'layer 1' must have the offset 0, not 3"),
         ({"segments": ({"name": "a"},)}, {}, "segments.0.layer"),
@@ -89,7 +80,7 @@ def test_records_of_other_segments_or_pages_have_other_digests() -> None:
         ({"slot_bytes": 3, "num_swa_slots": 8}, {"sliding_window_size": 4}, "needs swa_slot_bytes"),
         ({"slot_bytes": 3, "swa_slot_bytes": 3}, {}, "needs swa_slot_bytes and sliding_window_size"),
         ({"slot_bytes": 3}, {"sliding_window_size": 4}, "needs swa_slot_bytes and sliding_window_size"),
-        ({"slot_bytes": 3}, {"kind": "slots", "max_seq_len": 8}, "not for kind 'slots'"),
+        ({"slot_bytes": 3}, {"kind": "slots", "max_seq_len": 8}, "not 'slots': its sequences are not whole pages"),
         ({"format": "layers", "slot_bytes": 3}, {}, "slot_bytes is for format='opaque'"),
     ],
 )
@@ -114,8 +105,7 @@ def test_defaults_are_those_of_the_design() -> None:
     config = CacheConfig(pool=PoolConfig(num_slots=8))
 
     assert (config.kind, config.page_size, config.fingerprint, config.validate) == ("radix", 1, "", False)
-    assert (config.pool.num_layers, config.pool.dtype, config.pool.device) == (0, "bfloat16", "auto")
-    assert config.pool.v_head_dim is None
+    assert (config.pool.layers, config.pool.dtype, config.pool.device) == ((), "bfloat16", "auto")
     assert (config.eviction.policy, config.eviction.high_watermark, config.eviction.low_watermark) == ("lru", 0.9, 0.8)
     assert config.leases.acquire_timeout_s == 30
 
@@ -128,46 +118,36 @@ def test_defaults_are_those_of_the_design() -> None:
         (PoolConfig, {"num_slots": 2**31}, "num_slots"),
         (PoolConfig, {"num_slots": 1.5}, "num_slots"),
         (PoolConfig, {}, "num_slots"),
-        (PoolConfig, {"num_slots": 8, "num_layers": -1}, "num_layers"),
-        (PoolConfig, {"num_slots": 8, "num_layers": 1}, "num_kv_heads and head_dim"),
-        (PoolConfig, {"num_slots": 8, "num_layers": 1, "num_kv_heads": 1}, "num_kv_heads and head_dim"),
-        (PoolConfig, {"num_slots": 8, "num_layers": 1, "head_dim": 1}, "num_kv_heads and head_dim"),
-        (PoolConfig, {"num_slots": 8, "v_head_dim": -1}, "v_head_dim"),
-        (PoolConfig, {**UNLIKE, "num_kv_heads": 1}, "leave out num_kv_heads, head_dim and v_head_dim"),
-        (PoolConfig, {**UNLIKE, "head_dim": 1}, "leave out num_kv_heads, head_dim and v_head_dim"),
-        (PoolConfig, {**UNLIKE, "v_head_dim": 0}, "leave out num_kv_heads, head_dim and v_head_dim"),
-        (PoolConfig, {**UNLIKE, "num_layers": 2}, "kv_shapes has 3 layers, but num_layers is 2"),
-        (PoolConfig, {"num_slots": 8, "kv_shapes": UNLIKE["kv_shapes"]}, "kv_shapes has 3 layers, but num_layers is 0"),
-        (PoolConfig, {"num_slots": 8, "num_layers": 1, "kv_shapes": ()}, "kv_shapes has 0 layers, but num_layers is 1"),
-        (PoolConfig, {"num_slots": 8, "kv_shapes": ()}, "none keeps KV"),
-        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 8), (2, 4, 4))}, r"kv_shapes\.1"),
-        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 8, -8), (2, 4, 4))}, r"kv_shapes\.1\.2"),
-        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (1, 0, 8), (2, 4, 4))}, r"layer 1 must be .* not \(1, 0, 8\)"),
-        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4), (0, 0, 0), (1, 4, 4))}, r"layer 1 must be .* not \(0, 0, 0\)"),
-        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 4),) * 3}, "alike: set num_kv_heads=2, head_dim=4 instead"),
-        (PoolConfig, UNLIKE | {"kv_shapes": ((2, 4, 6),) * 3}, "num_kv_heads=2, head_dim=4, v_head_dim=6 instead"),
+        (PoolConfig, one(), "num_kv_heads and head_dim of at least 1"),
+        (PoolConfig, one(num_kv_heads=1), "num_kv_heads and head_dim of at least 1"),
+        (PoolConfig, one(head_dim=1), "num_kv_heads and head_dim of at least 1"),
+        (PoolConfig, one(**FULL, kind="linear"), r"layers\.0\.kind"),
+        (PoolConfig, one(**FULL, v_head_dim=-1), r"layers\.0\.v_head_dim"),
+        (PoolConfig, one(num_kv_heads=1, head_dim=1.5), r"layers\.0\.head_dim"),
+        (PoolConfig, one(**FULL, index_head_dim=-1), r"layers\.0\.index_head_dim"),
+        (PoolConfig, one(**FULL, heads=2), r"layers\.0\.heads"),
+        (PoolConfig, one(**FULL, count=0), r"layers\.0\.count"),
+        (PoolConfig, one(**FULL, count=4097), r"layers\.0\.count"),
+        (PoolConfig, one(**FULL, state_shapes=((3,),)), "state_shapes is for layers of kind 'state': leave it out"),
+        (PoolConfig, {"num_slots": 8, "layers": (FULL | {"count": 3000},) * 2}, "at most 4,096 layers, not 6,000"),
+        (PoolConfig, {"num_slots": 8, "layers": (STATE,)}, "needs num_state_slots"),
+        (PoolConfig, one(kind="state") | {"num_state_slots": 2}, "a state layer needs state_shapes"),
+        (PoolConfig, one(**STATE, num_kv_heads=1) | {"num_state_slots": 2}, "leave out num_kv_heads"),
+        (PoolConfig, one(**STATE, v_head_dim=3) | {"num_state_slots": 2}, "leave out v_head_dim"),
+        (PoolConfig, one(**STATE, index_head_dim=3) | {"num_state_slots": 2}, "leave out index_head_dim"),
+        (PoolConfig, one(kind="state", state_shapes=((-3,),)), "state_shapes"),
+        (PoolConfig, one(kind="state", state_shapes=((4, 0),)), "state_shapes"),
         (
             PoolConfig,
-            WITH_STATES | {"kv_shapes": UNLIKE["kv_shapes"]},
-            r"layer 2, which keeps a state, must be \(0, 0, 0",
+            {"num_slots": 8, "num_layers": 2},
+            r"num_layers is a layer's: use PoolConfig.uniform\(...\)",
         ),
-        (PoolConfig, WITH_STATES | {"kv_shapes": ((2, 4, 4), (2, 4, 4), (0, 0, 0))}, "set num_kv_heads=2, head_dim=4"),
-        (PoolConfig, WITH_STATES | {"kv_shapes": ((0, 0, 0),) * 3, "layer_kinds": ("state",) * 3}, "none keeps KV"),
-        (CacheConfig, {"pool": UNLIKE, "kind": "slots", "max_seq_len": 8}, "kv_shapes is not for kind 'slots'"),
-        (PoolConfig, INDEXED | {"index_head_dim": -1}, "index_head_dim"),
-        (PoolConfig, INDEXED | {"index_head_dim": 0, "index_layers": (1,)}, "set index_head_dim, or leave it out"),
-        (PoolConfig, {"num_slots": 8, "index_head_dim": 5}, "index_head_dim needs a full-attention layer"),
-        (PoolConfig, INDEXED | {"layer_kinds": ("swa",) * 3}, "index_head_dim needs a full-attention layer"),
-        (PoolConfig, INDEXED | {"index_layers": ()}, r"from 0 to 2 in ascending order, not \(\)"),
-        (PoolConfig, INDEXED | {"index_layers": (1, 0)}, r"from 0 to 2 in ascending order, not \(1, 0\)"),
-        (PoolConfig, INDEXED | {"index_layers": (1, 1)}, "from 0 to 2 in ascending order"),
-        (PoolConfig, INDEXED | {"index_layers": (0, 3)}, "from 0 to 2 in ascending order"),
-        (PoolConfig, INDEXED | {"index_layers": (-1,)}, r"index_layers\.0"),
-        (PoolConfig, INDEXED | {"index_layers": (0, 1, 2)}, "all full-attention layers, as None does: leave it out"),
-        (PoolConfig, INDEXED_STATES | {"index_layers": (1, 2)}, "layer 2 keeps a state"),
-        (CacheConfig, {"pool": INDEXED, "kind": "chunk"}, "index_head_dim is for kinds .* not 'chunk'"),
-        (CacheConfig, {"pool": INDEXED, "kind": "trie"}, "index_head_dim is for kinds .* not 'trie'"),
-        (CacheConfig, {"pool": INDEXED, "kind": "slots", "max_seq_len": 8}, "index_head_dim is for kinds"),
+        (PoolConfig, {"num_slots": 8, "kv_shapes": ((1, 2, 2),)}, "kv_shapes is a layer's"),
+        (CacheConfig, {"pool": UNLIKE, "kind": "slots", "max_seq_len": 8}, "layers that differ is for .* not 'slots'"),
+        (CacheConfig, {"pool": INDEXED, "kind": "chunk"}, "index_head_dim of pool.layers is for kinds .* not 'chunk'"),
+        (CacheConfig, {"pool": INDEXED, "kind": "trie"}, "index_head_dim of pool.layers is for kinds .* not 'trie'"),
+        (CacheConfig, {"pool": INDEXED, "kind": "slots", "max_seq_len": 8}, "index_head_dim of pool.layers is for"),
+        (CacheConfig, {"pool": one(**FULL, kind="swa")}, "'swa' layers needs sliding_window_size"),
         (PoolConfig, {"num_slots": 8, "dtype": "int4"}, "dtype"),
         (PoolConfig, {"num_slots": 8, "device": "gpu"}, "device"),
         (PoolConfig, {"num_slots": 8, "device": "cuda:x"}, "device"),
@@ -175,8 +155,6 @@ def test_defaults_are_those_of_the_design() -> None:
         (PoolConfig, {"num_slots": 8, "device": "cuda:05"}, "device"),
         (PoolConfig, {"num_slots": 8, "device": "cuda:128"}, "device"),
         (PoolConfig, {"num_slots": 8, "device": "cuda:99999999999"}, "device"),
-        (PoolConfig, {"num_slots": 8, "state_shapes": ((-3,),)}, "state_shapes"),
-        (PoolConfig, {"num_slots": 8, "state_shapes": ((4, 0),)}, "state_shapes"),
         (PoolConfig, {"num_slots": 8, "layers": 2}, "layers"),
         (EvictionConfig, {"high_watermark": 0.5, "low_watermark": 0.6}, r"low_watermark \(0.6\) must be below"),
         (EvictionConfig, {"high_watermark": 0.5, "low_watermark": 0.5}, "must be below"),
@@ -214,15 +192,23 @@ def test_defaults_are_those_of_the_design() -> None:
         (
             CacheConfig,
             {"pool": {"num_slots": 64, "num_state_slots": 2}, "kind": "mamba", "bigram": True},
-            "no bigram keys",
+            "bigram is for kinds .* not 'mamba': it has a place for each token",
         ),
-        (CacheConfig, {"pool": POOL, "kind": "trie", "eviction": {"policy": "lfu"}}, "'trie' evicts by 'lru' only"),
+        (
+            CacheConfig,
+            {"pool": POOL, "kind": "trie", "eviction": {"policy": "lfu"}},
+            "not 'trie': it evicts by 'lru'",
+        ),
         (
             CacheConfig,
             {"pool": POOL, "kind": "slots", "max_seq_len": 8, "eviction": {"policy": "lfu"}},
-            "by 'lru' only",
+            "it evicts by 'lru' only",
         ),
-        (CacheConfig, {"pool": POOL, "kind": "chunk", "eviction": {"policy": "mru"}}, "'chunk' evicts by 'lru' only"),
+        (
+            CacheConfig,
+            {"pool": POOL, "kind": "chunk", "eviction": {"policy": "mru"}},
+            "not 'chunk': it evicts by 'lru'",
+        ),
         (TenantConfig, {"floor_slots": 8}, "name"),
         (TenantConfig, {"name": ""}, "name"),
         (TenantConfig, {"name": "a", "floor_slots": -1}, "floor_slots"),
@@ -235,7 +221,7 @@ def test_defaults_are_those_of_the_design() -> None:
         (
             CacheConfig,
             {"pool": POOL, "kind": "slots", "max_seq_len": 8, "tenants": [{"name": "a"}]},
-            "tenants are for kinds",
+            "tenants is for kinds",
         ),
         (
             CacheConfig,
@@ -276,7 +262,7 @@ def test_defaults_are_those_of_the_design() -> None:
         ),
         (CacheConfig, {"pool": POOL, "events": "slim", "events_stride_tokens": 0}, "events_stride_tokens"),
         (CacheConfig, {"pool": POOL, "events": True, "events_stride_tokens": 64}, "for events='slim': leave it out"),
-        (CacheConfig, {"pool": POOL, "kind": "trie", "events": "slim"}, "events need kind"),
+        (CacheConfig, {"pool": POOL, "kind": "trie", "events": "slim"}, "events is for kinds"),
         (CacheConfig, {"pool": POOL, "pagesize": 4}, "pagesize"),
         (CacheConfig, {"pool": {"num_slots": 0}}, "num_slots"),
     ],
@@ -293,7 +279,7 @@ def test_true_means_full_events_with_the_digest_that_it_had() -> None:
 
     assert CacheConfig(page_size=4, pool=POOL, events=True) == full  # type: ignore[arg-type]
     assert full.events == "full"
-    assert full.digest() == CONFIG.model_copy(update={"events": True}).digest() == "f368eca6f783da6f"
+    assert full.digest() == CONFIG.model_copy(update={"events": True}).digest() == "300f8733738312cf"
     assert CacheConfig.model_validate_json(full.model_dump_json()) == full
     assert pickle.loads(pickle.dumps(full)) == full
     digests = {each.digest() for each in (CONFIG, full, CacheConfig(page_size=4, pool=POOL, events="slim"))}
@@ -319,42 +305,51 @@ def test_layers_that_differ_have_a_shape_each(kind: Any) -> None:
     pool = UNLIKE | ({"num_state_slots": 2} if kind == "mamba" else {})
     config = CacheConfig(kind=kind, pool=PoolConfig.model_validate(pool))
 
-    assert config.pool.layer_shapes == config.pool.kv_shapes == UNLIKE["kv_shapes"]
+    assert [layer.shapes for layer in config.pool.layers] == [((1, 4),) * 2, ((2, 4),) * 2]
     assert CacheConfig.model_validate_json(config.model_dump_json()).digest() == config.digest()
 
 
-def test_the_shapes_of_layers_are_listed_however_they_were_given() -> None:
-    shape, narrow = {"num_kv_heads": 2, "head_dim": 4}, {"v_head_dim": 0}
-    shapes = ((2, 4, 4), (1, 4, 2), (0, 0, 0))
-
-    assert PoolConfig(num_slots=8).layer_shapes == ()
-    assert PoolConfig(num_slots=8, num_layers=2, **shape).layer_shapes == ((2, 4, 4),) * 2
-    assert PoolConfig(num_slots=8, num_layers=2, **shape, **narrow).layer_shapes == ((2, 4, 0),) * 2
-    assert PoolConfig(**WITH_STATES, **shape).layer_shapes == ((2, 4, 4), (2, 4, 4), (0, 0, 0))
-    assert PoolConfig(**WITH_STATES, kv_shapes=shapes).layer_shapes == shapes
-
-
 @pytest.mark.parametrize(
-    ("pool", "dims"),
+    ("given", "layers"),
     [
-        ({"num_slots": 8}, ()),
-        (INDEXED | {"index_head_dim": 0}, ()),
-        (INDEXED, (5, 5, 5)),
-        (INDEXED | {"index_layers": (1,)}, (0, 5, 0)),
-        (INDEXED | {"layer_kinds": ("swa", "full", "swa")}, (0, 5, 0)),
-        (INDEXED | {"layer_kinds": ("swa", "full", "swa"), "index_layers": (0, 1, 2)}, (5, 5, 5)),
-        (INDEXED | {"layer_kinds": ("swa",) * 3, "index_layers": (2,)}, (0, 0, 5)),
-        (INDEXED_STATES, (5, 5, 0)),
-        (INDEXED_STATES | {"index_layers": (1,)}, (0, 5, 0)),
+        ([FULL | {"count": 61}], (LayerShape(**FULL),) * 61),
+        ([LayerShape(**FULL, count=2), FULL], (LayerShape(**FULL),) * 3),
+        ([FULL | {"v_head_dim": 4}], (LayerShape(**FULL),)),
+        ([FULL | {"v_head_dim": 0}], (LayerShape(**FULL, v_head_dim=0),)),
+        ([STATE, FULL | {"kind": "swa"}], (LayerShape(**STATE), LayerShape(**FULL, kind="swa"))),
+        ([], ()),
     ],
 )
-def test_the_full_attention_layers_have_index_keys_or_those_that_are_named(
-    pool: dict[str, Any], dims: tuple[int, ...]
-) -> None:
-    found = PoolConfig(**pool)
+def test_an_entry_with_a_count_is_as_many_layers(given: Any, layers: tuple[LayerShape, ...]) -> None:
+    pool = PoolConfig(num_slots=8, num_state_slots=2, layers=given)
 
-    assert found.index_dims == dims
-    assert PoolConfig.model_validate_json(found.model_dump_json()) == found
+    assert pool.layers == layers
+    assert PoolConfig.model_validate(pool.model_dump()) == pool
+    assert PoolConfig.model_validate_json(pool.model_dump_json()) == pool
+
+
+def test_layers_alike_that_follow_one_another_are_one_entry_of_what_is_written() -> None:
+    full, swa = LayerShape(**FULL, v_head_dim=0), LayerShape(kind="swa", **FULL)
+    pool = PoolConfig(num_slots=8, num_state_slots=2, layers=(*(full,) * 40, swa, LayerShape(**STATE), full))
+    entry = FULL | {"v_head_dim": 0}
+
+    assert pool.model_dump(mode="json")["layers"] == [
+        entry | {"count": 40},
+        FULL | {"kind": "swa"},
+        {"kind": "state", "state_shapes": [[3]]},
+        entry,
+    ]
+    assert repr(pool).count("num_kv_heads") == 3
+
+
+def test_a_uniform_pool_has_as_many_layers_alike() -> None:
+    pool = PoolConfig.uniform(num_slots=8, num_layers=3, num_kv_heads=2, head_dim=4, v_head_dim=3, index_head_dim=5)
+    plain = PoolConfig.uniform(num_slots=8, num_layers=1, num_kv_heads=2, head_dim=4, dtype="float32")
+
+    assert [layer.shapes for layer in pool.layers] == [((2, 4), (2, 3), (5,))] * 3
+    assert (plain.layers, plain.dtype) == ((LayerShape(num_kv_heads=2, head_dim=4),), "float32")
+    with pytest.raises(ValidationError, match=r"layers\.0\.count"):
+        PoolConfig.uniform(num_slots=8, num_layers=0, num_kv_heads=2, head_dim=4)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15", "cuda:99"])
@@ -380,7 +375,7 @@ def test_equal_configurations_have_equal_digests_however_they_were_made() -> Non
     same = CacheConfig.model_validate(
         {
             "fingerprint": "",
-            "pool": {"head_dim": 4, "num_kv_heads": 3, "num_layers": 2, "num_slots": 64},
+            "pool": {"layers": [{"head_dim": 4, "v_head_dim": 4, "num_kv_heads": 3}] * 2, "num_slots": 64},
             "page_size": 4,
         }
     )
@@ -423,17 +418,9 @@ CHANGES: dict[str, dict[str, Any]] = {
         "segments": (SEGMENT,),
         "swa_segments": (SEGMENT,),
         "state_segments": (SEGMENT,),
-        "num_layers": 1,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "v_head_dim": 4,
-        "kv_shapes": ((3, 4, 4), (1, 8, 8)),
-        "index_head_dim": 8,
-        "index_layers": (1,),
-        "layer_kinds": ("full",),
+        "layers": (LayerShape(**FULL),),
         "num_swa_slots": 32,
         "num_state_slots": 2,
-        "state_shapes": ((3, 4),),
         "dtype": "float32",
         "device": "cpu",
     },
@@ -573,7 +560,21 @@ DEFAULTS[9] = DEFAULTS[8] | {
     DiskConfig: {name: value for name, value in DEFAULTS[8][DiskConfig].items() if name != "fingerprint"}
 }
 DEFAULTS[10] = DEFAULTS[9] | {
-    HostConfig: {name: value for name, value in DEFAULTS[9][HostConfig].items() if name != "admit"}
+    HostConfig: {name: value for name, value in DEFAULTS[9][HostConfig].items() if name != "admit"},
+    PoolConfig: {
+        "format": "layers",
+        "layers": (),
+        "slot_bytes": 0,
+        "swa_slot_bytes": 0,
+        "state_bytes": 0,
+        "segments": (),
+        "swa_segments": (),
+        "state_segments": (),
+        "num_swa_slots": None,
+        "num_state_slots": 0,
+        "dtype": "bfloat16",
+        "device": "auto",
+    },
 }
 
 
@@ -601,7 +602,7 @@ def test_what_is_said_of_a_difference_is_of_bounded_length_and_shows_no_control_
     other = CacheConfig(
         kind="chunk",
         page_size=4,
-        pool=PoolConfig(num_slots=10**6, num_layers=3, num_kv_heads=1, head_dim=1, dtype="uint8", device="cpu"),
+        pool=PoolConfig.uniform(num_slots=10**6, num_layers=3, num_kv_heads=1, head_dim=1, dtype="uint8", device="cpu"),
         eviction=EvictionConfig(slice_ms=9.0, high_watermark=0.5, low_watermark=0.1),
         leases=LeaseConfig(max_waiters=1),
         fingerprint="\x1b[31m" + "x" * 200,
@@ -610,7 +611,7 @@ def test_what_is_said_of_a_difference_is_of_bounded_length_and_shows_no_control_
     text = config_difference(CONFIG, other)
 
     assert text.startswith("kind is 'radix', not 'chunk'; pool.num_slots is 64, not 1000000; ")
-    assert text.endswith("; and 4 more fields")
+    assert text.endswith("; and 2 more fields")
     assert len(text) < 1000
     (name,) = config_difference(CONFIG, CONFIG.model_copy(update={"fingerprint": other.fingerprint})).split("; ")
     assert name.startswith("fingerprint is '', not '\\x1b[31mxxx")
@@ -728,14 +729,10 @@ def test_the_slots_of_a_disk_tier_are_in_proportion_unless_given() -> None:
 
 HYBRID = PoolConfig(
     num_slots=64,
-    num_layers=3,
-    num_kv_heads=1,
-    head_dim=4,
     num_swa_slots=16,
     num_state_slots=4,
     device="cpu",
-    layer_kinds=("full", "swa", "state"),
-    state_shapes=((3,),),
+    layers=(LayerShape(**FULL), LayerShape(kind="swa", **FULL), LayerShape(**STATE)),
 )
 
 

@@ -36,7 +36,7 @@ def ready(**options: object) -> HostMemory:
 
 
 def test_the_bytes_of_a_host_tier_are_those_of_its_records() -> None:
-    pool = PoolConfig(num_slots=32, num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", device="cpu")
+    pool = PoolConfig.uniform(num_slots=32, num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", device="cpu")
     config = CacheConfig(page_size=4, pool=pool, host=HostConfig(num_slots=64))
 
     # 2 layers of K and V, with 2 heads of 4 numbers of 4 bytes; one page more is the padding page.

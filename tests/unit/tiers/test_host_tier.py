@@ -847,7 +847,7 @@ async def test_a_growth_is_given_up_with_the_insert_that_ends_its_lease() -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is reserved on Linux")
 async def test_a_closed_cache_gives_the_memory_of_its_tier_back_though_it_is_kept() -> None:
-    pool = PoolConfig(num_slots=64, num_layers=1, num_kv_heads=1, head_dim=4, device="cpu")
+    pool = PoolConfig.uniform(num_slots=64, num_layers=1, num_kv_heads=1, head_dim=4, device="cpu")
     cache = LocalPrefixCache(CacheConfig(page_size=4, pool=pool, host=HostConfig(num_slots=128, reserve=0.9)))
     async with cache:
         async with cache.acquire(list(range(32))) as lease:

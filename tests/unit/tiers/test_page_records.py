@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from support.tiers.pool_pages import (
     contents,
     copied,
     draw,
-    layers,
+    kv,
+    layout,
     pool_below,
     random_plan,
     random_pool,
@@ -106,7 +108,7 @@ def test_layers_that_are_alike_are_copied_by_one_call() -> None:
 
 def test_words_are_as_wide_as_the_rows_allow() -> None:
     for dtype, dim, item_bytes in ((torch.bfloat16, 2, 16), (torch.bfloat16, 1, 8), (torch.uint8, 1, 4)):
-        records = PageRecords(random_pool(layers(2, 1, dim, dim), dtype))
+        records = PageRecords(random_pool(layout(*[kv(1, dim, dim)] * 2), dtype))
         copies = records.copies(torch.empty(3, records.num_bytes(), dtype=torch.uint8), "full")
         assert [tensor.itemsize for tensor in (*copies.rows, *copies.segments)] == [item_bytes] * 2
 
@@ -158,7 +160,7 @@ def test_wrong_pages_and_pools_are_refused() -> None:
     with pytest.raises(ValueError, match="lower must have records of the pool's sizes"):
         PageCopies(pool, random_pool(LAYOUTS["opaque"]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_seq_len"):
-        PageRecords(KVPool(layers(2, max_seq_len=8)))
+        PageRecords(KVPool(replace(layout(kv(), kv()), max_seq_len=8)))
     assert (contents(pool), contents(below)) == before
 
 
