@@ -18,8 +18,6 @@ from raydix.schemas.shown import brief
 from raydix.schemas.tenants import TenantConfig, check_tenants
 
 MAX_SLOTS = 2**31 - 2**16  # slot ids travel as 32-bit integers
-
-
 _STRIDE_TOKENS = 512
 
 # size of a record -> its table of segments
@@ -586,8 +584,6 @@ with warnings.catch_warnings():
             host = self.host
             if host is None:
                 return self
-            if self.kind not in ("radix", "mamba"):
-                raise ValueError(f"host is for kinds 'radix' and 'mamba', not {self.kind!r}")
             if self.eviction.high_watermark == 1.0:
                 raise ValueError(
                     "host needs eviction.high_watermark below 1.0: the background task writes KV to the host before it "
