@@ -4,10 +4,12 @@ Names are loaded when they are first used: importing this package imports neithe
 
 The folders, from the ground up:
 
+    loop          helpers of the event loop: periodic calls, and turns for background work
     metrics       counts as metrics of Ray, buckets of histograms, a dashboard for Grafana
     observe       counts and records of a running cache: history, ghost curve, recordings of traffic and their format
-    transport     how messages travel: Ray calls, a Unix socket, mapped memory; checks of messages and arguments
-    tiers         copies between a pool and the tiers below it: their threads, their memory, their files
+    transport     how messages travel: Ray calls, a Unix socket; checks of messages and arguments
+    memory        the memory of pools: shapes, tensors, shared and registered memory
+    tiers         the tiers below a pool, as requests see them; the tier in host memory, and the tier on a disk
     sessions      clients' sessions: owners, offers, deaths, the wait queue, admission
     service       the cache actor, the dispatch of requests, the background tasks
     cluster       caches in a Ray cluster: start, place, find and configure them
@@ -21,8 +23,6 @@ The folders, from the ground up:
     replay        replays of recorded traffic, on caches and on a simulated fleet
     report        the report page
     cli           the command `raydix`
-
-`loop_timer` calls a method periodically; four folders use it.
 
 `actors/service/cache_service.py` lists the steps of one request from the client's call to the tree and back.
 """

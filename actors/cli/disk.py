@@ -16,8 +16,8 @@ from raydix.actors.cli.output import AsJson, show, table_of
 from raydix.schemas.shown import NONE, brief, byte_size, counted, cut, short_time, shown
 
 if TYPE_CHECKING:
-    from raydix.actors.tiers.disk_folder import FolderFacts
-    from raydix.actors.tiers.disk_list import DiskFacts, SpaceFacts
+    from raydix.actors.tiers.disk.disk_folder import FolderFacts
+    from raydix.actors.tiers.disk.disk_list import DiskFacts, SpaceFacts
 
 app = typer.Typer(no_args_is_help=True, help="Disk tiers of caches, on a disk of this machine.")
 
@@ -30,7 +30,7 @@ def list_disk(path: DiskPath, as_json: AsJson = False) -> None:
 
     It needs no Ray cluster. Of a tier that a cache uses, the pages are not read: `raydix stats` prints them.
     """
-    from raydix.actors.tiers.disk_list import list_disks
+    from raydix.actors.tiers.disk.disk_list import list_disks
 
     found = _read(path, list_disks)
     show([_as_json(facts) for facts in found], as_json, lambda: _tables(found, path))
@@ -54,8 +54,8 @@ def clear(
     Their blocks are given back to the file system, which may keep their bytes until it uses them again.
     The exit status is 1 if a cache uses one that was to be removed.
     """
-    from raydix.actors.tiers.disk_folder import Cleared, list_folders
-    from raydix.actors.tiers.disk_folder import clear as clear_folders
+    from raydix.actors.tiers.disk.disk_folder import Cleared, list_folders
+    from raydix.actors.tiers.disk.disk_folder import clear as clear_folders
 
     chosen = [
         folder

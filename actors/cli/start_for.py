@@ -131,7 +131,7 @@ def start_for_engine(
     _check_names(settings, names, there, namespace, timeout_s)
 
     from raydix.actors.cluster.placement import free_memory, num_gpus
-    from raydix.actors.transport.pool_shapes import layout_of
+    from raydix.actors.memory.pool_shapes import layout_of
 
     on_gpu = not in_memory and num_gpus() > 0
     for engine, node_id in zip(engines, nodes, strict=True):

@@ -78,7 +78,7 @@ def host_facts(config: CacheConfig) -> dict[str, Any] | None:
     """Return the sizes of a cache's host tier, its bytes and its policy; None: it has no such tier."""
     if config.host is None:
         return None
-    from raydix.actors.transport.pool_shapes import layout_below
+    from raydix.actors.memory.pool_shapes import layout_below
 
     sizes = config.host_sizes
     return sizes._asdict() | {"num_bytes": layout_below(config, sizes).num_bytes, "policy": config.host.policy}
@@ -88,8 +88,8 @@ def disk_facts(config: CacheConfig, name: str) -> dict[str, Any] | None:
     """Return the sizes of a cache's disk tier, its bytes, its folder and its rule of writes; None: it has none."""
     if config.disk is None:
         return None
-    from raydix.actors.tiers.disk_folder import folder_of
-    from raydix.actors.tiers.disk_layout import disk_bytes, disk_sizes, index_layout
+    from raydix.actors.tiers.disk.disk_folder import folder_of
+    from raydix.actors.tiers.disk.disk_layout import disk_bytes, disk_sizes, index_layout
 
     sizes = disk_sizes(config)
     path = folder_of(config.disk.path, name, index_layout(config).digest)

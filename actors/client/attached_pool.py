@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raydix.actors.transport.pinned_memory import PinnedMemory
-from raydix.actors.transport.pool_memory import open_cuda_pool, open_shared_pool
-from raydix.actors.transport.pool_shapes import (
+from raydix.actors.memory.pinned_memory import PinnedMemory
+from raydix.actors.memory.pool_memory import open_cuda_pool, open_shared_pool
+from raydix.actors.memory.pool_shapes import (
     OPAQUE,
     check_layers_alike,
     given_arrays,

@@ -15,7 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from raydix.actors.client.expired_writers import ExpiredWriters
-from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.loop.loop_timer import LoopTimer
 from raydix.actors.sessions.bound_models import BoundModels
 from raydix.actors.transport.error_map import has_failed, may_have_taken_effect
 from raydix.actors.transport.validation import make_request

@@ -148,11 +148,11 @@ def start_cache(
 
 def start_seconds(config: CacheConfig) -> float:
     """Return how long a cache may take to start: a busy machine reserves a GiB in some seconds."""
-    from raydix.actors.transport.pool_shapes import layout_of  # imports torch, which other functions do without
+    from raydix.actors.memory.pool_shapes import layout_of  # imports torch, which other functions do without
 
     disk_s = 0.0
     if config.disk is not None:
-        from raydix.actors.tiers.open_disk import start_seconds
+        from raydix.actors.tiers.disk.open_disk import start_seconds
 
         disk_s = start_seconds(config)
     return min(_START_S + _START_S_A_GIB * layout_of(config).num_bytes / 2**30 + disk_s, _MAX_START_S)

@@ -23,8 +23,8 @@ from raydix.actors.cluster.deploy import (
     start_cache,
     start_seconds,
 )
+from raydix.actors.memory.pool_memory import gpu_uuids
 from raydix.actors.observe.node_memory import available_memory
-from raydix.actors.transport.pool_memory import gpu_uuids
 from raydix.actors.transport.ray_calls import from_ray
 from raydix.actors.transport.validation import checked_seconds
 from raydix.schemas import CacheConfig, CacheUnavailable, ConfigMismatch, InvalidRequest, PoolHandle

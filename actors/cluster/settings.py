@@ -237,7 +237,7 @@ def _check_disk_size(config: CacheConfig, places: Mapping[Key, str]) -> None:
     if config.disk is None or config.disk.size is None:
         return
     # This imports torch, which takes long.
-    from raydix.actors.tiers.disk_layout import disk_sizes
+    from raydix.actors.tiers.disk.disk_layout import disk_sizes
 
     try:
         disk_sizes(config)
@@ -253,7 +253,7 @@ def _host_token_bytes(config: CacheConfig, host: Mapping[str, Any]) -> tuple[int
     token has no bytes, the third value is the reason.
     """
     # This imports torch, which takes long.
-    from raydix.actors.transport.pool_shapes import layout_below
+    from raydix.actors.memory.pool_shapes import layout_below
 
     pool = config.pool
     if not pool.has_tensors:

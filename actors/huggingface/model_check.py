@@ -31,7 +31,7 @@ from raydix.actors.huggingface.measure import measure_run
 from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.actors.huggingface.pooled_cache import PooledCache
 from raydix.actors.huggingface.sequence_lengths import ModelLengths
-from raydix.actors.transport.pool_shapes import layers_of
+from raydix.actors.memory.pool_shapes import layers_of
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, ConfigMismatch, PoolConfig
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from ray.util.metrics import Counter, Gauge
 
-from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.loop.loop_timer import LoopTimer
 from raydix.actors.metrics.metric import Labels, Metric
 from raydix.actors.metrics.table import METRICS
 from raydix.schemas import CacheStats, CacheUnavailable

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.loop.loop_timer import LoopTimer
 from raydix.actors.observe.count_history import History
 from raydix.actors.observe.namespace_hits import NamespaceUse, namespace_label
 from raydix.actors.observe.top_prefixes import top_prefixes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.loop.loop_timer import LoopTimer
 
 _TICK_S = 0.1
 _WINDOW_S = 5.0

@@ -75,7 +75,7 @@ class PrefixCacheActor:
         from raydix.actors.service.cache_host import local_device
         from raydix.actors.service.unix_socket_server import UnixSocketServer
         from raydix.actors.sessions.death_watch import DeathWatch
-        from raydix.actors.tiers.host_memory import host_bytes
+        from raydix.actors.tiers.host.host_memory import host_bytes
 
         torch.set_num_threads(1)  # small copies stall when they are spread over busy cores
         node_id = ray.get_runtime_context().get_node_id()

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raydix.actors.memory.pool_memory import ExportedPool
+from raydix.actors.memory.pool_shapes import check_layers_alike, given_arrays, with_layers
 from raydix.actors.service.cache_service import CacheService
 from raydix.actors.service.findings import NEVER_RESTARTED, Restarts
 from raydix.actors.transport.error_map import to_cache_error
-from raydix.actors.transport.pool_memory import ExportedPool
-from raydix.actors.transport.pool_shapes import check_layers_alike, given_arrays, with_layers
 from raydix.actors.transport.validation import checked_message
 from raydix.cache_core import UnknownLeaseError
 from raydix.cache_core.kernels import CORE
@@ -32,8 +32,8 @@ from raydix.schemas import (
 from raydix.schemas.version import package_version
 
 if TYPE_CHECKING:
-    from raydix.actors.tiers.disk_errors import FolderInUse
-    from raydix.actors.tiers.disk_store import DiskStore
+    from raydix.actors.tiers.disk.disk_errors import FolderInUse
+    from raydix.actors.tiers.disk.disk_store import DiskStore
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class CacheHost:
 def _opened_disk(config: CacheConfig, name: str) -> DiskStore | FolderInUse | None:
     """Open the disk of a cache: see `open_disk`. It waits for a predecessor."""
     # This imports xxhash.
-    from raydix.actors.tiers.open_disk import open_disk
+    from raydix.actors.tiers.disk.open_disk import open_disk
 
     return open_disk(config, name)
 

@@ -41,6 +41,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from raydix.actors.loop.loop_turns import LoopTurns
 from raydix.actors.metrics.distribution import ACQUIRE_S, BATCH_SIZES, Distribution
 from raydix.actors.observe.ghost import Ghost
 from raydix.actors.observe.insight import Insight
@@ -61,12 +62,11 @@ from raydix.actors.sessions.refusals import Refusals
 from raydix.actors.sessions.session_reaper import SessionReaper
 from raydix.actors.sessions.session_table import Session
 from raydix.actors.sessions.wait_queue import WaitQueue
-from raydix.actors.tiers.host_tier import HostTier
+from raydix.actors.tiers.disk.unbound_namespaces import UnboundNamespaces
+from raydix.actors.tiers.host.host_tier import HostTier
 from raydix.actors.tiers.lower_tiers import LowerTiers
-from raydix.actors.tiers.unbound_namespaces import UnboundNamespaces
 from raydix.actors.transport import batch_codec
 from raydix.actors.transport.error_map import to_cache_error
-from raydix.actors.transport.loop_turns import LoopTurns
 from raydix.actors.transport.validation import checked_message, checked_seconds
 from raydix.cache_core import KVCache, KVPool, LeasedCache, OutOfSlotsError, RecordPool
 from raydix.cache_core.leases.lease_table import TIERS
@@ -96,9 +96,9 @@ from raydix.schemas.message import Malformed
 from raydix.schemas.requests import DEVICE
 
 if TYPE_CHECKING:
-    from raydix.actors.tiers.disk_errors import FolderInUse
-    from raydix.actors.tiers.disk_store import DiskStore
-    from raydix.actors.tiers.disk_tier import DiskTier
+    from raydix.actors.tiers.disk.disk_errors import FolderInUse
+    from raydix.actors.tiers.disk.disk_store import DiskStore
+    from raydix.actors.tiers.disk.disk_tier import DiskTier
 
 logger = logging.getLogger(__name__)
 
@@ -225,9 +225,9 @@ class CacheService:
         if self.config.disk is None:
             return None
         # This imports xxhash.
-        from raydix.actors.tiers.disk_layout import disk_sizes
-        from raydix.actors.tiers.disk_tier import DiskTier
-        from raydix.actors.tiers.disk_writes import Source
+        from raydix.actors.tiers.disk.disk_layout import disk_sizes
+        from raydix.actors.tiers.disk.disk_tier import DiskTier
+        from raydix.actors.tiers.disk.disk_writes import Source
 
         try:
             cache = build_disk_cache(self.config, disk_sizes(self.config))

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from raydix.actors.tiers.host_tier import Progress
+from raydix.actors.tiers.host.host_tier import Progress
 from raydix.schemas import EvictionConfig, EvictionTaskStats
 
 logger = logging.getLogger(__name__)

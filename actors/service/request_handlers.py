@@ -67,7 +67,7 @@ from raydix.schemas import (
 )
 
 if TYPE_CHECKING:
-    from raydix.actors.tiers.disk_tier import DiskTier
+    from raydix.actors.tiers.disk.disk_tier import DiskTier
 
 Answer = Message | CacheError
 

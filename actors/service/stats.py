@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raydix.actors.tiers.host_tier import HostTier
+from raydix.actors.tiers.host.host_tier import HostTier
 from raydix.actors.tiers.tier_stats import move_stats, pool_stats, tier_pools
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.eviction.tenants import Tenant

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.loop.loop_timer import LoopTimer
 from raydix.cache_core import LeasedCache
 from raydix.cache_core.leases.lease_table import LeaseRecord
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.loop.loop_timer import LoopTimer
 from raydix.actors.sessions.session_table import Session, SessionTable
 from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.cache_core import LeasedCache

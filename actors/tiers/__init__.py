@@ -1,1 +1,1 @@
-"""The tiers below a cache's pool: the threads that copy pages to them and back, their memory, and their files."""
+"""The tiers below a cache's pool: as requests see them, and the parts that all of them need; each kind has a folder."""

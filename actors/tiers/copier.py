@@ -12,7 +12,7 @@ from functools import partial
 from time import monotonic, perf_counter
 from typing import Protocol
 
-from raydix.actors.tiers.disk_errors import DiskError
+from raydix.actors.tiers.disk.disk_errors import DiskError
 from raydix.actors.tiers.job_threads import End, Ended, JobThreads
 from raydix.cache_core.tiers.page_records import CHUNK_BYTES, Chunk, CopyPlan
 

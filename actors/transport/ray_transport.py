@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from raydix.actors.loop.loop_turns import LoopTurns
 from raydix.actors.transport import batch_codec
-from raydix.actors.transport.loop_turns import LoopTurns
 from raydix.actors.transport.ray_calls import RETRY_AFTER_S, call, from_ray, when_answered
 from raydix.actors.transport.transport import OnOutcome, Outcome
 from raydix.actors.transport.unix_socket import MAX_FRAME_BYTES, Answer, UnixSocketClient

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from raydix.actors.transport.loop_turns import LoopTurns
+from raydix.actors.loop.loop_turns import LoopTurns
 from raydix.cache_core import KVPool, RecordPool
 from raydix.schemas import (
     CacheError,

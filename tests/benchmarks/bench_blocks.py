@@ -21,7 +21,7 @@ from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
 from numpy.typing import NDArray
 
 from raydix.actors.engines.block_copies import BlockCopies
-from raydix.actors.transport.pinned_memory import PinnedMemory
+from raydix.actors.memory.pinned_memory import PinnedMemory
 
 BLOCK, NUM_HEADS, NUM_LAYERS = 16, 8, 32
 SEGMENTS = (8 * 2**10, 32 * 2**10, 256 * 2**10)  # bytes

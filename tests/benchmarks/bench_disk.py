@@ -26,14 +26,14 @@ from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
 from numpy.typing import NDArray
 
 from raydix.actors.tiers.copier import Copier
-from raydix.actors.tiers.disk_copies import NUM_LANES, PART_BYTES, DiskCopies
-from raydix.actors.tiers.disk_index import IndexLayout
-from raydix.actors.tiers.disk_readers import NUM_LOADS
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import BUFFER_BYTES, DiskWriter, Records
-from raydix.actors.tiers.disk_writes import MOST_PAGES
+from raydix.actors.tiers.disk.disk_copies import NUM_LANES, PART_BYTES, DiskCopies
+from raydix.actors.tiers.disk.disk_index import IndexLayout
+from raydix.actors.tiers.disk.disk_readers import NUM_LOADS
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_writer import BUFFER_BYTES, DiskWriter, Records
+from raydix.actors.tiers.disk.disk_writes import MOST_PAGES
+from raydix.actors.tiers.disk.record_file import CALL_BYTES, aligned_bytes
 from raydix.actors.tiers.job_threads import Ended
-from raydix.actors.tiers.record_file import CALL_BYTES, aligned_bytes
 from raydix.cache_core import RecordLayout, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import CopyPlan

@@ -45,9 +45,9 @@ from support.engines.laboratory import BLOCK, Laboratory, prompt, slot_bytes
 from support.waiting import wait_until
 
 from raydix.actors import shutdown_cache, start_cache
-from raydix.actors.tiers.disk_folder import RECORDS, list_folders
-from raydix.actors.tiers.disk_index import INDEX
-from raydix.actors.tiers.record_file import stride_of
+from raydix.actors.tiers.disk.disk_folder import RECORDS, list_folders
+from raydix.actors.tiers.disk.disk_index import INDEX
+from raydix.actors.tiers.disk.record_file import stride_of
 from raydix.cache_core.tiers.page_records import KINDS
 from raydix.schemas import CacheConfig, DiskConfig, PoolConfig
 

@@ -20,7 +20,7 @@ from benchmarks.bench_blocks import HOLD_GATE_MS, MAX_HOLD_MS, longest_hold
 from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
 from support.caches.pool_layers import layer_shapes
 
-from raydix.actors.transport.pinned_memory import PinnedMemory
+from raydix.actors.memory.pinned_memory import PinnedMemory
 from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
 from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies, PageRecords
 

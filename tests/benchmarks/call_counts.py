@@ -20,7 +20,7 @@ from support.tiers.settled_disk import settled
 
 import raydix.cache_core
 from raydix.actors import LocalPrefixCache
-from raydix.actors.tiers.disk_work import DiskWork
+from raydix.actors.tiers.disk.disk_work import DiskWork
 from raydix.cache_core.pool import page_allocator
 from raydix.cache_core.tiers.tier import Tier
 from raydix.schemas import CacheConfig, DiskConfig, PoolConfig
@@ -114,7 +114,7 @@ class DiskLoad:
 
 async def of_disk_load(path: Path) -> DiskLoad:
     """Count a load of 64 tokens, in pages of 4, by an idle cache in this process."""
-    pool = PoolConfig(
+    pool = PoolConfig.uniform(
         num_slots=4096, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", device="cpu"
     )  # fmt: skip
     disk = DiskConfig(path=str(path), num_slots=8192, direct_io="off", write_mib_s=None)

@@ -19,8 +19,8 @@ from benchmarks.disk_speed import folder, ready
 from benchmarks.figures import Figure
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.tiers.disk_index import Space
-from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_index import Space
+from raydix.actors.tiers.disk.disk_store import DiskStore
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tree.hashing import hash_page, namespace_seed
 from raydix.schemas import CacheConfig, DiskConfig, ModelFingerprint, PoolConfig, frame_namespace

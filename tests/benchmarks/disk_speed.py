@@ -36,7 +36,7 @@ from support.tiers.large_disk import Prompt, disk_of, fill, prompts_of
 from support.tiers.large_disk import config_of as large_config
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, start_cache
-from raydix.actors.tiers.disk_tier import DiskTier
+from raydix.actors.tiers.disk.disk_tier import DiskTier
 from raydix.schemas import CacheConfig, DiskConfig
 
 WRITTEN_MIB_S = 1024  # of KV that is computed

@@ -20,10 +20,10 @@ from support.tiers.pool_pages import (
 )
 from support.waiting import wait_until
 
+from raydix.actors.memory import pinned_memory
 from raydix.actors.tiers.copier import Copier
-from raydix.actors.tiers.host_memory import HostMemory
+from raydix.actors.tiers.host.host_memory import HostMemory
 from raydix.actors.tiers.job_threads import Ended
-from raydix.actors.transport import pinned_memory
 from raydix.cache_core import RecordLayout, RecordPool
 from raydix.cache_core.pool import record_copies
 from raydix.cache_core.tiers import page_records

@@ -21,8 +21,8 @@ from support.tiers.tiered_service import tiered_config
 from support.traffic.disk_service import DiskShape, run_disk_traffic
 from support.traffic.radix import TrafficFailed
 
-from raydix.actors.tiers import disk_errors
-from raydix.actors.tiers.record_file import BLOCK
+from raydix.actors.tiers.disk import disk_errors
+from raydix.actors.tiers.disk.record_file import BLOCK
 from raydix.cache_core import RadixKey
 from raydix.schemas import InsertRequest, LeaseResponse, ResetRequest, SetWeightsRequest, TokenIds, WaitingResponse
 

@@ -15,7 +15,7 @@ from support.traffic.tiered_service import Shape, run_traffic
 
 from raydix.actors.sessions.admission import Admission
 from raydix.actors.sessions.wait_queue import Waiter, WaitQueue
-from raydix.actors.tiers.host_tier import HostTier
+from raydix.actors.tiers.host.host_tier import HostTier
 from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.cache_core import RadixKey

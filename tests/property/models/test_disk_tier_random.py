@@ -13,7 +13,7 @@ import pytest
 from support.tiers.disk_rig import PAGE, DiskRig
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors
+from raydix.actors.tiers.disk import disk_errors
 
 SHAPES: dict[str, dict[str, Any]] = {
     "pages": {},

@@ -116,7 +116,7 @@ def test_start_makes_a_detached_cache_of_the_settings_and_stop_ends_it(namespace
 @pytest.mark.more
 def test_a_description_starts_a_cache_of_the_same_configuration(namespace: str, tmp_path: Path) -> None:
     file, where = tmp_path / "cache.yaml", ["--namespace", namespace]
-    pool = ("num_slots=128", "num_layers=1", "num_kv_heads=1", "head_dim=2", "dtype=float32", "device=cpu")
+    pool = ("num_slots=128", "layers=[{num_kv_heads: 1, head_dim: 2}]", "dtype=float32", "device=cpu")
     options = ("page_size=8", "ghost={}", "eviction.low_watermark=0.25", "fingerprint=1e5")
     options += tuple(f"pool.{field}" for field in pool)
     settings = [part for each in options for part in ("--set", each)]

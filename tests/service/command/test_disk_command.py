@@ -12,9 +12,9 @@ import pytest
 from support.processes.command_line import run, run_json
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.tiers.disk_folder import DiskFolder
-from raydix.actors.tiers.disk_index import IndexLayout
-from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_folder import DiskFolder
+from raydix.actors.tiers.disk.disk_index import IndexLayout
+from raydix.actors.tiers.disk.disk_store import DiskStore
 from raydix.cache_core import RecordLayout
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.schemas import CacheConfig, DiskConfig, PoolConfig, frame_namespace
@@ -196,8 +196,8 @@ async def test_the_tier_of_a_cache_is_listed_and_found_empty_when_it_was_cleared
 
 def test_a_folder_is_locked_while_it_is_read(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that starts meanwhile waits; it does not take the folder."""
-    from raydix.actors.tiers import disk_list
-    from raydix.actors.tiers.disk_errors import FolderInUse
+    from raydix.actors.tiers.disk import disk_list
+    from raydix.actors.tiers.disk.disk_errors import FolderInUse
 
     real, met = disk_list.DiskIndex, []
 

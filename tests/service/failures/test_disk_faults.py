@@ -19,9 +19,9 @@ from support.tiers.disk_story import EVERY, PROMPTS, DiskStory
 from support.tiers.tiered_service import tiered_config
 
 from raydix.actors.sessions import admission
-from raydix.actors.tiers import disk_errors
-from raydix.actors.tiers.disk_index import INDEX
-from raydix.actors.tiers.record_file import BLOCK
+from raydix.actors.tiers.disk import disk_errors
+from raydix.actors.tiers.disk.disk_index import INDEX
+from raydix.actors.tiers.disk.record_file import BLOCK
 from raydix.cache_core import RadixKey
 from raydix.schemas import (
     CacheError,

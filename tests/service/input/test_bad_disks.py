@@ -24,11 +24,11 @@ from support.tiers.faulty_files import FaultyFileCalls
 from raydix.actors import LocalPrefixCache
 from raydix.actors.service.cache_host import CacheHost, local_device
 from raydix.actors.service.findings import Restarts
-from raydix.actors.tiers import disk_store, open_disk
-from raydix.actors.tiers.disk_errors import FolderInUse
-from raydix.actors.tiers.disk_folder import DiskFolder
-from raydix.actors.tiers.disk_layout import index_layout
-from raydix.actors.tiers.disk_tier import DiskTier
+from raydix.actors.tiers.disk import disk_store, open_disk
+from raydix.actors.tiers.disk.disk_errors import FolderInUse
+from raydix.actors.tiers.disk.disk_folder import DiskFolder
+from raydix.actors.tiers.disk.disk_layout import index_layout
+from raydix.actors.tiers.disk.disk_tier import DiskTier
 from raydix.schemas import CacheConfig, CacheUnavailable, DiskConfig, PoolConfig
 
 PAGE = 4
@@ -312,8 +312,8 @@ async def test_a_cache_serves_without_a_disk_that_another_process_has_until_that
         return real(*arguments, **options | {"wait_s": 0.1})
 
     monkeypatch.setattr(open_disk, "DiskStore", hasty)
-    monkeypatch.setattr("raydix.actors.tiers.disk_files.DiskStore", hasty)
-    monkeypatch.setattr("raydix.actors.tiers.disk_opening.PREDECESSOR_S", 0.1)
+    monkeypatch.setattr("raydix.actors.tiers.disk.disk_files.DiskStore", hasty)
+    monkeypatch.setattr("raydix.actors.tiers.disk.disk_opening.PREDECESSOR_S", 0.1)
     with locked_elsewhere(config_of(tmp_path)) as pid:
         cache = LocalPrefixCache(config_of(tmp_path))
         assert tier_of(cache).state == f"locked by pid {pid}"

@@ -708,7 +708,7 @@ async def test_the_index_of_a_pool_without_layers_must_fit_in_memory(
     config: CacheConfig, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(free: int) -> LocalPrefixCache:
-        monkeypatch.setattr("raydix.actors.transport.pool_memory.available_memory", lambda: free)
+        monkeypatch.setattr("raydix.actors.memory.pool_memory.available_memory", lambda: free)
         return LocalPrefixCache(config)
 
     with pytest.raises(CacheUnavailable, match=NAMES_BOTH):

@@ -25,7 +25,7 @@ from raydix.actors.metrics.table import METRICS
 from raydix.actors.report.page import render
 from raydix.actors.sessions import admission
 from raydix.actors.tiers import tier_loads
-from raydix.actors.tiers.disk_tier import DiskTier
+from raydix.actors.tiers.disk.disk_tier import DiskTier
 from raydix.cache_core.tiers.page_records import PageCopies, PageRecords
 from raydix.schemas import (
     CacheConfig,

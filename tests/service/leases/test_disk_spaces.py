@@ -17,8 +17,8 @@ from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.tiered_service import tiered_config
 
 from raydix.actors.service.cache_service import CacheService
-from raydix.actors.tiers import disk_errors, space_bindings
-from raydix.actors.tiers.disk_index import Space
+from raydix.actors.tiers.disk import disk_errors, space_bindings
+from raydix.actors.tiers.disk.disk_index import Space
 from raydix.schemas import (
     AcquireRequest,
     BindModelRequest,

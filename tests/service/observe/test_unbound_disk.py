@@ -112,7 +112,7 @@ async def test_commands_name_it_with_the_remedies(unbound: list[str], tmp_path: 
 @pytest.mark.ray
 def test_start_says_which_models_a_disk_keeps(ray_cluster: None, tmp_path: Path) -> None:
     where = ["--namespace", f"unbound-{uuid4().hex[:8]}"]
-    pool = ("num_slots=64", "num_layers=1", "num_kv_heads=1", "head_dim=2", "device=cpu")
+    pool = ("num_slots=64", "layers=[{num_kv_heads: 1, head_dim: 2}]", "device=cpu")
     sizes = [*(part for field in pool for part in ("--set", f"pool.{field}")), "--disk", f"{tmp_path}:8x"]
     try:
         unnamed = run("start", *sizes, *where).stdout

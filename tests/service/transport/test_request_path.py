@@ -14,7 +14,7 @@ from support.caches.cache_in_process import HandleInProcess
 
 import raydix.actors
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.loop.loop_timer import LoopTimer
 from raydix.actors.service import cache_service
 from raydix.actors.service.unix_socket_server import UnixSocketServer
 from raydix.cache_core.kernels import COMPILED

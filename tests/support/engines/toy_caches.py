@@ -12,7 +12,7 @@ from support.tiers.settled_disk import tier_of
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
 from raydix.actors.client.loop_thread import LoopThread
-from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.disk.file_calls import FileCalls
 from raydix.schemas import CacheConfig, CacheStats, DiskConfig, EvictionConfig, HostConfig, LeaseConfig
 
 

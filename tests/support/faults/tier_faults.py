@@ -10,15 +10,15 @@ import numpy as np
 from support.faults.faults import Catalogue, Patch, around
 
 from raydix.actors.sessions.model_bindings import ModelBindings
-from raydix.actors.tiers import disk_store
-from raydix.actors.tiers.disk_errors import DiskError
-from raydix.actors.tiers.disk_index import DiskIndex
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter, Write, _Steps
-from raydix.actors.tiers.disk_writes import DiskWrites
+from raydix.actors.tiers.disk import disk_store
+from raydix.actors.tiers.disk.disk_errors import DiskError
+from raydix.actors.tiers.disk.disk_index import DiskIndex
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_writer import DiskWriter, Write, _Steps
+from raydix.actors.tiers.disk.disk_writes import DiskWrites
+from raydix.actors.tiers.disk.space_bindings import SpaceBindings
+from raydix.actors.tiers.disk.space_deletions import SpaceDeletions
 from raydix.actors.tiers.job_threads import Ended
-from raydix.actors.tiers.space_bindings import SpaceBindings
-from raydix.actors.tiers.space_deletions import SpaceDeletions
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import TIERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.tiers.host_tier import Progress
+from raydix.actors.tiers.host.host_tier import Progress
 
 ALL = 10**9  # more tokens than any pool of a test
 

@@ -17,10 +17,10 @@ from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.two_tiers import Moves
 
 from raydix.actors.service.core_factory import build_core, build_disk_cache
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_tier import DiskTier
-from raydix.actors.tiers.disk_writes import Source
-from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_tier import DiskTier
+from raydix.actors.tiers.disk.disk_writes import Source
+from raydix.actors.tiers.disk.file_calls import FileCalls
 from raydix.cache_core import KVCache, RadixKey, RecordLayout, RecordPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.disk_spaces import Models

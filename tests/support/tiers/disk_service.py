@@ -12,8 +12,8 @@ from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.stepped_writer import SteppedWriter
 from support.tiers.tiered_service import TieredService
 
-from raydix.actors.tiers.disk_copies import DiskCopies
-from raydix.actors.tiers.disk_tier import DiskTier
+from raydix.actors.tiers.disk.disk_copies import DiskCopies
+from raydix.actors.tiers.disk.disk_tier import DiskTier
 from raydix.actors.tiers.job_threads import JobThreads
 from raydix.schemas import (
     BindModelRequest,

@@ -10,8 +10,8 @@ import torch
 from support.tiers.pool_pages import scatter
 
 from raydix.actors.tiers.copier import Copy, CopyCounts
-from raydix.actors.tiers.disk_copies import DiskCopies
-from raydix.actors.tiers.disk_errors import DiskError
+from raydix.actors.tiers.disk.disk_copies import DiskCopies
+from raydix.actors.tiers.disk.disk_errors import DiskError
 from raydix.actors.tiers.job_threads import End, Ended
 from raydix.cache_core import KVPool, RecordPool
 from raydix.cache_core.tiers.page_records import Chunk, CopyPlan, PageCopies, PageRecords

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.disk.file_calls import FileCalls
 
 Fault = Callable[[], None]
 

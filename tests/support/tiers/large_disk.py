@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.tiers.disk_tier import DiskTier
+from raydix.actors.tiers.disk.disk_tier import DiskTier
 from raydix.schemas import CacheConfig, DiskConfig, PoolConfig
 
 PAGE, SLOT_BYTES = 16, 16

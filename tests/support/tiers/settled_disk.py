@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.tiers.disk_tier import DiskTier
+from raydix.actors.tiers.disk.disk_tier import DiskTier
 
 
 def tier_of(cache: LocalPrefixCache) -> DiskTier:

@@ -9,10 +9,10 @@ import torch
 from support.waiting import wait_until
 
 from raydix.actors import LocalPrefixCache
+from raydix.actors.memory.pool_memory import ExportedPool
 from raydix.actors.service.cache_service import CacheService
-from raydix.actors.tiers.disk_tier import DiskTier
-from raydix.actors.tiers.host_tier import HostTier, Progress
-from raydix.actors.transport.pool_memory import ExportedPool
+from raydix.actors.tiers.disk.disk_tier import DiskTier
+from raydix.actors.tiers.host.host_tier import HostTier, Progress
 from raydix.schemas import CacheConfig, DiskConfig, EvictionConfig, HostConfig, PoolConfig
 
 NO_SPARE = EvictionConfig(high_watermark=0.999999, low_watermark=0.99999)  # a full pool evicts a page at a time
@@ -21,7 +21,7 @@ NO_SPARE = EvictionConfig(high_watermark=0.999999, low_watermark=0.99999)  # a f
 def tensors(num_slots: int, **fields: Any) -> PoolConfig:
     """Return a pool with a few bytes for each slot."""
     shape: dict[str, Any] = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2, "dtype": "float32", "device": "cpu"}
-    return PoolConfig(num_slots=num_slots, **shape | fields)
+    return PoolConfig.uniform(num_slots=num_slots, **shape | fields)
 
 
 def whole_host(num_slots: int, **fields: Any) -> HostConfig:

@@ -13,11 +13,11 @@ import torch
 from support.tiers.two_tiers import Moves
 
 from raydix.actors.tiers.copier import Copier
-from raydix.actors.tiers.disk_copies import DiskCopies
-from raydix.actors.tiers.disk_index import IndexLayout
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter, Records
-from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.disk.disk_copies import DiskCopies
+from raydix.actors.tiers.disk.disk_index import IndexLayout
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_writer import DiskWriter, Records
+from raydix.actors.tiers.disk.file_calls import FileCalls
 from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.cache_core import KVCache, RadixCache, RadixKey, RecordLayout, RecordPool, TokenToKVPoolAllocator

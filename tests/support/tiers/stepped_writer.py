@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_writer import DiskWriter
 from raydix.actors.tiers.job_threads import JobThreads
 
 

@@ -14,12 +14,12 @@ from support.processes.fake_clock import Clock
 from support.tiers.faulty_copier import FaultyCopier
 from support.waiting import wait_until
 
+from raydix.actors.memory.pool_shapes import records_of
 from raydix.actors.service.cache_service import CacheService
 from raydix.actors.tiers.copier import Copy
-from raydix.actors.tiers.host_memory import READY
-from raydix.actors.tiers.host_tier import HostTier, Progress
+from raydix.actors.tiers.host.host_memory import READY
+from raydix.actors.tiers.host.host_tier import HostTier, Progress
 from raydix.actors.tiers.lower_tiers import LowerTiers
-from raydix.actors.transport.pool_shapes import records_of
 from raydix.cache_core import RecordPool
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.tiers.loads import Loads

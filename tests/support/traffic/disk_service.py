@@ -20,7 +20,7 @@ from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.tiered_service import tiered_config
 from support.traffic.tiered_service import NAMESPACES, Request, ServiceTraffic, Shape
 
-from raydix.actors.tiers.record_file import BLOCK
+from raydix.actors.tiers.disk.record_file import BLOCK
 from raydix.schemas import (
     AcquireRequest,
     CacheConfig,

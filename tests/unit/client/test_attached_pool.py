@@ -16,9 +16,9 @@ from torch.multiprocessing import reductions
 from raydix.actors import LocalPrefixCache
 from raydix.actors.client import attached_pool
 from raydix.actors.client.attached_pool import AttachedPool
-from raydix.actors.transport import pool_memory
-from raydix.actors.transport.pool_memory import ExportedPool, open_cuda_pool, open_shared_pool
-from raydix.actors.transport.pool_shapes import layout_of
+from raydix.actors.memory import pool_memory
+from raydix.actors.memory.pool_memory import ExportedPool, open_cuda_pool, open_shared_pool
+from raydix.actors.memory.pool_shapes import layout_of
 from raydix.cache_core import KVPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig, PoolHandle
 
@@ -163,7 +163,7 @@ def test_who_has_no_addresses_for_the_pool_copies_unless_he_insists(
 NO_ADDRESSES = """
 import os, resource
 import torch
-from raydix.actors.transport.pool_memory import ExportedPool
+from raydix.actors.memory.pool_memory import ExportedPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolConfig
 
 config = CacheConfig(pool=PoolConfig.uniform(num_slots=2**17, num_layers=4, num_kv_heads=4, head_dim=64, device="cpu"))

@@ -14,7 +14,7 @@ from support.documents import blocks
 from support.waiting import wait_until
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient
-from raydix.actors.transport.loop_turns import LoopTurns
+from raydix.actors.loop.loop_turns import LoopTurns
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.schemas import CacheConfig, DiskConfig, HostConfig, InvalidRequest, ModelFingerprint, PoolConfig

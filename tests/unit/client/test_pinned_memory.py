@@ -13,8 +13,8 @@ from support.processes.fresh_process import run_fresh
 from support.waiting import wait_until
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.transport import pinned_memory
-from raydix.actors.transport.pinned_memory import PinnedMemory
+from raydix.actors.memory import pinned_memory
+from raydix.actors.memory.pinned_memory import PinnedMemory
 from raydix.schemas import CacheConfig, CacheUnavailable, InvalidRequest, PoolConfig
 
 PIECE = 4096
@@ -125,7 +125,7 @@ async def test_a_process_without_a_gpu_does_not_pin() -> None:
 def test_an_interpreter_that_ends_waits_for_the_memory_to_be_registered_no_more() -> None:
     program = """
 import time, torch
-from raydix.actors.transport.pinned_memory import PinnedMemory
+from raydix.actors.memory.pinned_memory import PinnedMemory
 memory = PinnedMemory(torch.zeros(8), lambda *piece: time.sleep(0.2), lambda address: print("unregistered", flush=True))
 """
 

@@ -8,7 +8,7 @@ from support.caches.pool_layers import layer_shapes
 
 from raydix.actors.cluster.settings import Settings, as_yaml, load_settings
 from raydix.actors.cluster.settings_file import SettingsError
-from raydix.actors.transport.pool_shapes import layout_below
+from raydix.actors.memory.pool_shapes import layout_below
 from raydix.schemas import (
     CacheConfig,
     DiskConfig,

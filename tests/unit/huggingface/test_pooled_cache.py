@@ -29,7 +29,7 @@ from raydix.actors.huggingface.model_config import cache_config_for, pool_config
 from raydix.actors.huggingface.pool_shape import PoolShape
 from raydix.actors.huggingface.pooled_cache import PooledCache
 from raydix.actors.huggingface.pooled_layers import PooledIndexedLayer, PooledKV
-from raydix.actors.transport.pool_shapes import layout_of
+from raydix.actors.memory.pool_shapes import layout_of
 from raydix.cache_core import KVPool
 from raydix.cache_core.pool.pool_layout import PoolLayout
 from raydix.schemas import CacheConfig, ConfigMismatch, InvalidRequest, PoolConfig

@@ -28,6 +28,8 @@ DONE = (
     "actors/exporters",
     "actors/fleet",
     "actors/huggingface",
+    "actors/loop",
+    "actors/memory",
     "actors/metrics",
     "actors/observe",
     "actors/replay",

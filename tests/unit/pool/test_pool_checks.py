@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.caches.pool_layers import layer_shapes
 
+from raydix.actors.memory.pool_shapes import layout_of
 from raydix.actors.service.core_factory import build_core
-from raydix.actors.transport.pool_shapes import layout_of
 from raydix.cache_core import KVCache, KVPool, LeasedCache, RadixKey, RowCache
 from raydix.cache_core.errors import ContentError
 from raydix.schemas import CacheConfig, EvictionConfig, PoolConfig

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.caches.pool_layers import layer_shapes
 
+from raydix.actors.memory.pool_shapes import layers_of, pool_below, pool_of, records_of
 from raydix.actors.service.core_factory import build_core
-from raydix.actors.transport.pool_shapes import layers_of, pool_below, pool_of, records_of
 from raydix.cache_core import KVCache, RadixKey, RecordLayout, RecordPool
 from raydix.cache_core.errors import ContentError
 from raydix.cache_core.tiers.page_records import PageRecords

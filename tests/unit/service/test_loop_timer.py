@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from raydix.actors.loop_timer import LoopTimer
+from raydix.actors.loop.loop_timer import LoopTimer
 
 
 class Counted:
@@ -28,7 +28,7 @@ class Counted:
 async def test_a_method_that_fails_is_called_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("raydix.actors.loop_timer._RETRY_S", 0.01)
+    monkeypatch.setattr("raydix.actors.loop.loop_timer._RETRY_S", 0.01)
     counted = Counted()
 
     counted.timer.schedule(0.0)

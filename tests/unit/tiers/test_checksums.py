@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from raydix.actors.tiers.checksums import are_right, checksums
+from raydix.actors.tiers.disk.checksums import are_right, checksums
 
 Bytes = NDArray[np.uint8]
 

@@ -106,7 +106,7 @@ async def test_a_retirement_while_the_index_is_replaced_is_confirmed_and_deletes
 
 
 async def test_a_new_index_that_cannot_be_made_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydix.actors.tiers.disk_errors.RETRY_S", 0.01)
+    monkeypatch.setattr("raydix.actors.tiers.disk.disk_errors.RETRY_S", 0.01)
     calls = FaultyFileCalls()
     async with opened_rig(tmp_path, calls=calls) as rig:
         await rig.twice(PROMPT)

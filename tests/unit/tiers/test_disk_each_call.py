@@ -17,7 +17,7 @@ import pytest
 from support.tiers.disk_story import DiskStory
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors, disk_opening, space_bindings
+from raydix.actors.tiers.disk import disk_errors, disk_opening, space_bindings
 
 SHAPES: dict[str, dict[str, Any]] = {
     "pages": {},

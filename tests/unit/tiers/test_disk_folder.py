@@ -19,10 +19,10 @@ import pytest
 from support.tiers.faulty_files import FaultyFileCalls
 from support.waiting import wait_until
 
-from raydix.actors.tiers.disk_errors import DiskError, FolderInUse
-from raydix.actors.tiers.disk_folder import RECORDS, DiskFolder, clear, list_folders
-from raydix.actors.tiers.disk_index import DiskIndex, IndexLayout
-from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.disk.disk_errors import DiskError, FolderInUse
+from raydix.actors.tiers.disk.disk_folder import RECORDS, DiskFolder, clear, list_folders
+from raydix.actors.tiers.disk.disk_index import DiskIndex, IndexLayout
+from raydix.actors.tiers.disk.file_calls import FileCalls
 from raydix.schemas import CacheUnavailable
 
 ABC, DEF = "abc" + "0" * 13, "def" + "0" * 13  # layouts
@@ -411,8 +411,8 @@ def test_a_new_index_is_not_made_behind_a_link(tmp_path: Path) -> None:
 
 FORKS = """
 import gc, os, sys
-from raydix.actors.tiers.disk_index import IndexLayout
-from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_index import IndexLayout
+from raydix.actors.tiers.disk.disk_store import DiskStore
 from raydix.cache_core import RecordLayout
 from raydix.cache_core.tiers.index_row import IndexRow
 

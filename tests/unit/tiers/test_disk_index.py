@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers.disk_errors import DiskError, DiskFailed, DiskFull, IndexDamaged
-from raydix.actors.tiers.disk_index import (
+from raydix.actors.tiers.disk.disk_errors import DiskError, DiskFailed, DiskFull, IndexDamaged
+from raydix.actors.tiers.disk.disk_index import (
     INDEX,
     DiskIndex,
     IndexLayout,
@@ -25,7 +25,7 @@ from raydix.actors.tiers.disk_index import (
     index_bytes,
     log_bytes,
 )
-from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.disk.file_calls import FileCalls
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
 from raydix.cache_core.tiers.page_records import KINDS
 from raydix.schemas import CacheUnavailable

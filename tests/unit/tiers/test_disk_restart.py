@@ -15,7 +15,7 @@ import pytest
 from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.small_disk import PAGE, SmallDisk
 
-from raydix.actors.tiers.record_file import BLOCK
+from raydix.actors.tiers.disk.record_file import BLOCK
 from raydix.cache_core import RadixKey
 
 PROMPTS = [[1] * 16, [1] * 12 + [2] * 20, [1] * 12 + [3] * 4, [7] * 24]  # 4, 5 more, 1 more and 6 pages

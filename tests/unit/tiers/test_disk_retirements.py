@@ -17,8 +17,8 @@ from support.tiers.disk_rig import PAGE, opened_rig, stalled_copies
 from support.tiers.disk_story import EVERY, PROMPTS, DiskStory
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors, disk_opening, space_bindings
-from raydix.actors.tiers.disk_index import INDEX
+from raydix.actors.tiers.disk import disk_errors, disk_opening, space_bindings
+from raydix.actors.tiers.disk.disk_index import INDEX
 
 NONE, ALL = [0] * len(PROMPTS), [len(prompt) for prompt in PROMPTS]
 ROOMY: dict[str, Any] = {"disk_pages": 64, "num_pages": 64}

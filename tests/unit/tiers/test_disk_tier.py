@@ -17,10 +17,11 @@ import pytest
 from support.tiers.disk_rig import PAGE, STATE_BYTES, WAIT_S, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors, disk_files, disk_opening, disk_writes, free_records, tier_loads
-from raydix.actors.tiers.disk_work import DiskWork
-from raydix.actors.tiers.disk_writes import DiskWrites
-from raydix.actors.tiers.record_file import BLOCK, stride_of
+from raydix.actors.tiers import tier_loads
+from raydix.actors.tiers.disk import disk_errors, disk_files, disk_opening, disk_writes, free_records
+from raydix.actors.tiers.disk.disk_work import DiskWork
+from raydix.actors.tiers.disk.disk_writes import DiskWrites
+from raydix.actors.tiers.disk.record_file import BLOCK, stride_of
 from raydix.cache_core import RadixKey
 from raydix.cache_core.tiers.look_up import LookUp
 

@@ -21,10 +21,10 @@ from support.tiers.faulty_files import FaultyFileCalls
 from support.tiers.pool_pages import LAYOUTS, contents, random_pool
 from support.tiers.small_disk import result_of
 
-from raydix.actors.tiers import disk_copies
 from raydix.actors.tiers.copier import Copier
-from raydix.actors.tiers.disk_copies import DiskCopies
-from raydix.actors.tiers.disk_errors import (
+from raydix.actors.tiers.disk import disk_copies
+from raydix.actors.tiers.disk.disk_copies import DiskCopies
+from raydix.actors.tiers.disk.disk_errors import (
     DiskError,
     DiskFailed,
     DiskFull,
@@ -32,11 +32,11 @@ from raydix.actors.tiers.disk_errors import (
     RecordDamaged,
     ShortTransfer,
 )
-from raydix.actors.tiers.disk_index import INDEX, IndexLayout
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write
+from raydix.actors.tiers.disk.disk_index import INDEX, IndexLayout
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_writer import DiskWriter, Records, Write
+from raydix.actors.tiers.disk.record_file import aligned_bytes
 from raydix.actors.tiers.job_threads import Ended
-from raydix.actors.tiers.record_file import aligned_bytes
 from raydix.cache_core import KVPool, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import KINDS, CopyPlan, Kind, PageRecords, Pairs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raydix.actors.tiers import due_prefixes
-from raydix.actors.tiers.due_prefixes import DuePrefixes
+from raydix.actors.tiers.disk import due_prefixes
+from raydix.actors.tiers.disk.due_prefixes import DuePrefixes
 from raydix.cache_core import RadixKey
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.waiting import wait_until
 
-from raydix.actors.tiers.host_memory import HostMemory, host_bytes
-from raydix.actors.transport import pinned_memory, pool_memory
+from raydix.actors.memory import pinned_memory, pool_memory
+from raydix.actors.tiers.host.host_memory import HostMemory, host_bytes
 from raydix.cache_core import RecordLayout
 from raydix.schemas import CacheConfig, CacheUnavailable, HostConfig, PoolConfig
 

@@ -15,7 +15,7 @@ from support.tiers.tiered_service import TieredService, tiered_config
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.tiers.copier import CopyCounts
-from raydix.actors.tiers.host_tier import Progress
+from raydix.actors.tiers.host.host_tier import Progress
 from raydix.actors.tiers.job_threads import End
 from raydix.cache_core.leases.lease_table import LeaseRecord
 from raydix.cache_core.leases.request_observer import RequestObserver

@@ -2,7 +2,7 @@
 
 import random
 
-from raydix.actors.tiers.last_day import LastDay
+from raydix.actors.tiers.disk.last_day import LastDay
 
 HOUR_S = 3600
 

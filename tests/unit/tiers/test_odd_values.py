@@ -12,8 +12,8 @@ import pytest
 from support.tiers.disk_rig import PAGE, DiskRig, opened_rig
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers import disk_errors
-from raydix.actors.tiers.disk_index import DiskIndex, IndexLayout
+from raydix.actors.tiers.disk import disk_errors
+from raydix.actors.tiers.disk.disk_index import DiskIndex, IndexLayout
 from raydix.cache_core import RadixKey
 
 PROMPT, OTHER = [1] * 24, [2] * 16

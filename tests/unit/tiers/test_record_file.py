@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from support.tiers.faulty_files import FaultyFileCalls
 
-from raydix.actors.tiers.disk_errors import DiskFailed, DiskFull, ShortTransfer
-from raydix.actors.tiers.record_file import BLOCK, CALL_BYTES, RecordFile, Rows, aligned_bytes, stride_of
+from raydix.actors.tiers.disk.disk_errors import DiskFailed, DiskFull, ShortTransfer
+from raydix.actors.tiers.disk.record_file import BLOCK, CALL_BYTES, RecordFile, Rows, aligned_bytes, stride_of
 from raydix.schemas import CacheUnavailable
 
 NUMBER, RECORD_BYTES = 40, 5000

@@ -14,7 +14,7 @@ from support.tiers.faulty_files import FaultyFileCalls
 
 from raydix.actors.tiers import tier_loads
 from raydix.actors.tiers.copier import Copier
-from raydix.actors.tiers.disk_copies import DiskCopies
+from raydix.actors.tiers.disk.disk_copies import DiskCopies
 from raydix.actors.tiers.job_threads import JobThreads
 from raydix.cache_core import RadixKey
 from raydix.cache_core.tiers.loads import Filled

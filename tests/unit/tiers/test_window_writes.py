@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import pytest
 
 from raydix.actors import LocalPrefixCache
-from raydix.actors.tiers.host_tier import Progress
+from raydix.actors.tiers.host.host_tier import Progress
 from raydix.cache_core.tiers.tier import Tier
 from raydix.schemas import CacheConfig, HostConfig, PoolConfig
 

@@ -15,10 +15,10 @@ from functools import partial
 from time import time
 from typing import Any
 
-from raydix.actors.tiers.disk_errors import DiskError, IndexDamaged, index_values
-from raydix.actors.tiers.disk_index import Space
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter
+from raydix.actors.tiers.disk.disk_errors import DiskError, IndexDamaged, index_values
+from raydix.actors.tiers.disk.disk_index import Space
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_writer import DiskWriter
 from raydix.actors.tiers.job_threads import Ended
 from raydix.cache_core import RadixKey
 from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces, Models

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raydix.actors.tiers.disk_writer import DiskWriter, Records, Write
-from raydix.actors.tiers.due_prefixes import DuePrefixes
+from raydix.actors.tiers.disk.disk_writer import DiskWriter, Records, Write
+from raydix.actors.tiers.disk.due_prefixes import DuePrefixes
+from raydix.actors.tiers.disk.last_day import LastDay
+from raydix.actors.tiers.disk.record_file import stride_of
+from raydix.actors.tiers.disk.space_bindings import SpaceBindings
 from raydix.actors.tiers.job_threads import Ended
-from raydix.actors.tiers.last_day import LastDay
-from raydix.actors.tiers.record_file import stride_of
-from raydix.actors.tiers.space_bindings import SpaceBindings
 from raydix.cache_core import KVPool, RadixKey, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.move import Move

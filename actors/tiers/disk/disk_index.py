@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raydix.actors.tiers.checksums import DIGEST_BYTES, SUM_BYTES
-from raydix.actors.tiers.disk_errors import DiskError, DiskFailed, DiskFull, IndexDamaged, index_values
-from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.disk.checksums import DIGEST_BYTES, SUM_BYTES
+from raydix.actors.tiers.disk.disk_errors import DiskError, DiskFailed, DiskFull, IndexDamaged, index_values
+from raydix.actors.tiers.disk.file_calls import FileCalls
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
 from raydix.cache_core.tiers.page_records import KINDS, Kind
 from raydix.cache_core.tiers.record_keeper import Numbers

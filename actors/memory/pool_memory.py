@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from raydix.actors.memory.pool_shapes import layout_of, pool_of
 from raydix.actors.observe.node_memory import available_memory, table_bytes
-from raydix.actors.transport.pool_shapes import layout_of, pool_of
 from raydix.actors.transport.process_liveness import own_liveness_path
 from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
 from raydix.schemas import CacheConfig, CacheUnavailable, PoolHandle

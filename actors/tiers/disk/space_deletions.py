@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from raydix.actors.tiers import disk_errors
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter
+from raydix.actors.tiers.disk import disk_errors
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_writer import DiskWriter
 from raydix.actors.tiers.job_threads import Ended
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
-from raydix.actors.tiers.disk_errors import DiskError
-from raydix.actors.tiers.disk_folder import FolderFacts, list_folders, locked
-from raydix.actors.tiers.disk_index import DiskIndex, IndexLayout, Space
-from raydix.actors.tiers.record_file import stride_of
+from raydix.actors.tiers.disk.disk_errors import DiskError
+from raydix.actors.tiers.disk.disk_folder import FolderFacts, list_folders, locked
+from raydix.actors.tiers.disk.disk_index import DiskIndex, IndexLayout, Space
+from raydix.actors.tiers.disk.record_file import stride_of
 from raydix.cache_core.tiers.page_records import Kind
 from raydix.schemas import CacheUnavailable
 

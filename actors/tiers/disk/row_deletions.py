@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from raydix.actors.tiers import disk_errors
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter
+from raydix.actors.tiers.disk import disk_errors
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_writer import DiskWriter
 from raydix.actors.tiers.job_threads import Ended
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import Kind

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from raydix.actors.tiers.disk_errors import DiskError
-from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_errors import DiskError
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.record_file import aligned_bytes
 from raydix.actors.tiers.job_threads import JobThreads
-from raydix.actors.tiers.record_file import aligned_bytes
 from raydix.cache_core import KVPool, RecordPool
 from raydix.cache_core.tiers.page_records import CHUNK_BYTES, KINDS, Chunk, CopyPlan, Kind, PageRecords
 from raydix.cache_core.tiers.record_keeper import Numbers

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raydix.actors.tiers.checksums import checksums
 from raydix.actors.tiers.copier import WriteCap
-from raydix.actors.tiers.disk_errors import DiskError
-from raydix.actors.tiers.disk_store import DiskStore
+from raydix.actors.tiers.disk.checksums import checksums
+from raydix.actors.tiers.disk.disk_errors import DiskError
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.record_file import Rows, aligned_bytes, stride_of
 from raydix.actors.tiers.job_threads import Ended, JobThreads
-from raydix.actors.tiers.record_file import Rows, aligned_bytes, stride_of
 from raydix.cache_core import KVPool, RecordPool
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import CHUNK_BYTES, KINDS, Kind, PageRecords

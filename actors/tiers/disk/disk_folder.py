@@ -21,10 +21,10 @@ from time import monotonic, sleep
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from raydix.actors.tiers.disk_errors import FolderInUse
-from raydix.actors.tiers.disk_index import APPLICATION, INDEX, INDEX_FILES
-from raydix.actors.tiers.file_calls import FileCalls
-from raydix.actors.tiers.record_file import DirectIO
+from raydix.actors.tiers.disk.disk_errors import FolderInUse
+from raydix.actors.tiers.disk.disk_index import APPLICATION, INDEX, INDEX_FILES
+from raydix.actors.tiers.disk.file_calls import FileCalls
+from raydix.actors.tiers.disk.record_file import DirectIO
 from raydix.cache_core.tiers.page_records import Kind
 from raydix.schemas import CacheUnavailable
 from raydix.schemas.shown import brief, byte_size, counted

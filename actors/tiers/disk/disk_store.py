@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raydix.actors.tiers.checksums import DIGEST_BYTES, SUM_BYTES, are_right
-from raydix.actors.tiers.disk_errors import DiskError, IndexDamaged, RecordDamaged
-from raydix.actors.tiers.disk_folder import PREDECESSOR_S, RECORDS, DiskFolder
-from raydix.actors.tiers.disk_index import INDEX, DiskIndex, IndexLayout, index_bytes, log_bytes
-from raydix.actors.tiers.file_calls import FileCalls
-from raydix.actors.tiers.record_file import DirectIO, RecordFile, Rows, stride_of
+from raydix.actors.tiers.disk.checksums import DIGEST_BYTES, SUM_BYTES, are_right
+from raydix.actors.tiers.disk.disk_errors import DiskError, IndexDamaged, RecordDamaged
+from raydix.actors.tiers.disk.disk_folder import PREDECESSOR_S, RECORDS, DiskFolder
+from raydix.actors.tiers.disk.disk_index import INDEX, DiskIndex, IndexLayout, index_bytes, log_bytes
+from raydix.actors.tiers.disk.file_calls import FileCalls
+from raydix.actors.tiers.disk.record_file import DirectIO, RecordFile, Rows, stride_of
 from raydix.cache_core import RecordLayout
 from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import KINDS, Kind

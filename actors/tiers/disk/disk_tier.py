@@ -13,27 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 
-from raydix.actors.tiers.disk_errors import FolderInUse
-from raydix.actors.tiers.disk_files import DiskFiles
-from raydix.actors.tiers.disk_layout import index_layout, record_bytes
-from raydix.actors.tiers.disk_opening import READY, DiskOpening
-from raydix.actors.tiers.disk_readers import DiskReaders
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_work import DiskWork, Why
-from raydix.actors.tiers.disk_writer import BUFFER_BYTES
-from raydix.actors.tiers.disk_writes import MOST_PAGES, DiskWrites, Source
-from raydix.actors.tiers.file_calls import FileCalls
-from raydix.actors.tiers.free_records import FreeRecords
+from raydix.actors.memory.pool_shapes import layout_below
+from raydix.actors.tiers.disk.disk_errors import FolderInUse
+from raydix.actors.tiers.disk.disk_files import DiskFiles
+from raydix.actors.tiers.disk.disk_layout import index_layout, record_bytes
+from raydix.actors.tiers.disk.disk_opening import READY, DiskOpening
+from raydix.actors.tiers.disk.disk_readers import DiskReaders
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_work import DiskWork, Why
+from raydix.actors.tiers.disk.disk_writer import BUFFER_BYTES
+from raydix.actors.tiers.disk.disk_writes import MOST_PAGES, DiskWrites, Source
+from raydix.actors.tiers.disk.file_calls import FileCalls
+from raydix.actors.tiers.disk.free_records import FreeRecords
+from raydix.actors.tiers.disk.last_day import LastDay
+from raydix.actors.tiers.disk.record_file import stride_of
+from raydix.actors.tiers.disk.row_deletions import RowDeletions
+from raydix.actors.tiers.disk.space_bindings import SpaceBindings
+from raydix.actors.tiers.disk.space_deletions import SpaceDeletions
 from raydix.actors.tiers.job_threads import Ended
-from raydix.actors.tiers.last_day import LastDay
 from raydix.actors.tiers.move_batch import MoveBatch
-from raydix.actors.tiers.record_file import stride_of
-from raydix.actors.tiers.row_deletions import RowDeletions
-from raydix.actors.tiers.space_bindings import SpaceBindings
-from raydix.actors.tiers.space_deletions import SpaceDeletions
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.tiers.tier_stats import disk_pools, move_stats, without_zeros
-from raydix.actors.transport.pool_shapes import layout_below
 from raydix.cache_core import KVCache, RadixKey
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 from raydix.cache_core.leases.request_observer import RequestObserver

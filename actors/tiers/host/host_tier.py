@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 
+from raydix.actors.memory.pool_shapes import layout_below
 from raydix.actors.tiers.copier import Copier, Copy
-from raydix.actors.tiers.host_memory import RESERVING, HostMemory
+from raydix.actors.tiers.host.host_memory import RESERVING, HostMemory
 from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.tier_loads import TierLoads
-from raydix.actors.transport.pool_shapes import layout_below
 from raydix.cache_core import KVCache, KVPool, RecordPool
 from raydix.cache_core.tiers.loads import Filled, Loads
 from raydix.cache_core.tiers.move import Move

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 
-from raydix.actors.tiers.disk_index import ROW_BYTES, IndexLayout, index_bytes
-from raydix.actors.tiers.disk_store import index_room
-from raydix.actors.tiers.record_file import stride_of
-from raydix.actors.transport.pool_shapes import layout_below, records_below
+from raydix.actors.memory.pool_shapes import layout_below, records_below
+from raydix.actors.tiers.disk.disk_index import ROW_BYTES, IndexLayout, index_bytes
+from raydix.actors.tiers.disk.disk_store import index_room
+from raydix.actors.tiers.disk.record_file import stride_of
 from raydix.cache_core import RecordLayout
 from raydix.cache_core.tiers.page_records import KINDS, Kind
 from raydix.schemas import CacheConfig

@@ -13,14 +13,14 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from raydix.actors.tiers import disk_errors
-from raydix.actors.tiers.disk_errors import DiskError, FolderInUse, IndexDamaged, index_values
-from raydix.actors.tiers.disk_files import DiskFiles
-from raydix.actors.tiers.disk_folder import PREDECESSOR_S
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.row_deletions import delete_rows
-from raydix.actors.tiers.space_bindings import SpaceBindings
-from raydix.actors.tiers.space_deletions import SpaceDeletions
+from raydix.actors.tiers.disk import disk_errors
+from raydix.actors.tiers.disk.disk_errors import DiskError, FolderInUse, IndexDamaged, index_values
+from raydix.actors.tiers.disk.disk_files import DiskFiles
+from raydix.actors.tiers.disk.disk_folder import PREDECESSOR_S
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.row_deletions import delete_rows
+from raydix.actors.tiers.disk.space_bindings import SpaceBindings
+from raydix.actors.tiers.disk.space_deletions import SpaceDeletions
 from raydix.cache_core import KVCache
 from raydix.cache_core.tiers.disk_spaces import DiskSpaces
 from raydix.cache_core.tiers.index_row import FIRST, RowPlace

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from raydix.actors.tiers import disk_errors
-from raydix.actors.tiers.disk_errors import DiskError, IndexDamaged
-from raydix.actors.tiers.disk_index import IndexLayout
-from raydix.actors.tiers.disk_store import DiskStore
-from raydix.actors.tiers.disk_writer import DiskWriter
-from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.disk import disk_errors
+from raydix.actors.tiers.disk.disk_errors import DiskError, IndexDamaged
+from raydix.actors.tiers.disk.disk_index import IndexLayout
+from raydix.actors.tiers.disk.disk_store import DiskStore
+from raydix.actors.tiers.disk.disk_writer import DiskWriter
+from raydix.actors.tiers.disk.file_calls import FileCalls
 from raydix.actors.tiers.job_threads import Ended
 from raydix.cache_core import KVPool, RecordLayout, RecordPool
 from raydix.schemas import DiskConfig

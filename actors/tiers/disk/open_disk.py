@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from raydix.actors.tiers.disk_errors import DiskError, FolderInUse
-from raydix.actors.tiers.disk_folder import PREDECESSOR_S
-from raydix.actors.tiers.disk_layout import disk_sizes, index_layout
-from raydix.actors.tiers.disk_store import DiskStore, index_room
-from raydix.actors.tiers.file_calls import FileCalls
-from raydix.actors.transport.pool_shapes import layout_below
+from raydix.actors.memory.pool_shapes import layout_below
+from raydix.actors.tiers.disk.disk_errors import DiskError, FolderInUse
+from raydix.actors.tiers.disk.disk_folder import PREDECESSOR_S
+from raydix.actors.tiers.disk.disk_layout import disk_sizes, index_layout
+from raydix.actors.tiers.disk.disk_store import DiskStore, index_room
+from raydix.actors.tiers.disk.file_calls import FileCalls
 from raydix.schemas import CacheConfig, CacheUnavailable
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from weakref import finalize
 
 import torch
 
+from raydix.actors.memory.pinned_memory import PinnedMemory
+from raydix.actors.memory.pool_memory import Asked, check_room, make_shared_memory, too_large
+from raydix.actors.memory.pool_shapes import layout_below
 from raydix.actors.observe.node_memory import available_memory
-from raydix.actors.transport.pinned_memory import PinnedMemory
-from raydix.actors.transport.pool_memory import Asked, check_room, make_shared_memory, too_large
-from raydix.actors.transport.pool_shapes import layout_below
 from raydix.cache_core import RecordLayout, RecordPool
 from raydix.schemas import CacheConfig, CacheUnavailable
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from enum import Flag, auto
 
-from raydix.actors.tiers import disk_errors
-from raydix.actors.tiers.disk_files import DiskFiles
-from raydix.actors.tiers.disk_writer import DiskWriter
-from raydix.actors.tiers.disk_writes import DiskWrites
-from raydix.actors.tiers.free_records import FreeRecords
-from raydix.actors.tiers.row_deletions import RowDeletions
-from raydix.actors.tiers.space_bindings import SpaceBindings
+from raydix.actors.tiers.disk import disk_errors
+from raydix.actors.tiers.disk.disk_files import DiskFiles
+from raydix.actors.tiers.disk.disk_writer import DiskWriter
+from raydix.actors.tiers.disk.disk_writes import DiskWrites
+from raydix.actors.tiers.disk.free_records import FreeRecords
+from raydix.actors.tiers.disk.row_deletions import RowDeletions
+from raydix.actors.tiers.disk.space_bindings import SpaceBindings
 from raydix.actors.tiers.tier_loads import TierLoads
 
 

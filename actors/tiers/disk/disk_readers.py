@@ -7,8 +7,8 @@ from collections.abc import Callable
 from time import monotonic
 
 from raydix.actors.tiers.copier import Copier
-from raydix.actors.tiers.disk_copies import DiskCopies
-from raydix.actors.tiers.disk_store import DiskStore, Unread
+from raydix.actors.tiers.disk.disk_copies import DiskCopies
+from raydix.actors.tiers.disk.disk_store import DiskStore, Unread
 from raydix.actors.tiers.job_threads import Ended, JobThreads
 from raydix.cache_core import KVCache, KVPool, RecordPool
 from raydix.cache_core.tiers.move import Move

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from raydix.actors.tiers.disk_errors import ShortTransfer, disk_error
-from raydix.actors.tiers.file_calls import FileCalls
+from raydix.actors.tiers.disk.disk_errors import ShortTransfer, disk_error
+from raydix.actors.tiers.disk.file_calls import FileCalls
 from raydix.schemas import CacheUnavailable
 from raydix.schemas.shown import byte_size, counted
 

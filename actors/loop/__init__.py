@@ -1,0 +1,1 @@
+"""Helpers of the event loop: periodic calls, and turns for background work."""
