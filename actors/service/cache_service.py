@@ -17,7 +17,7 @@ How a request runs: one `acquire` of a cached prompt over the Unix socket, from 
     cache   actors/service/unix_socket_server.py    unpacks the batch in the tick in which it arrives
             actors/service/cache_service.py         `execute`: finds the session once, dispatches each request in order
             actors/sessions/session_table.py        moves the session's deadline
-            actors/metrics/distribution.py                  counts the size of the batch
+            actors/metrics/distribution.py          counts the size of the batch
             actors/sessions/admission.py            `acquire`: now, after a wait, or not at all
     core    cache_core/tree/radix_key.py            the token ids as the tree's key, without a copy
             cache_core/leases/leased_cache.py       `acquire`: checks the arguments, counts the hit

@@ -106,6 +106,7 @@ class Admission:
         self._bindings = bindings
         self._offers = offers
         self._tiers = tiers
+        self._has_tiers = bool(tiers)
         self._acquire_timeout_s = config.acquire_timeout_s
 
     # ---------------------------------------------------------------- requests
@@ -118,7 +119,7 @@ class Admission:
         Raises:
             PoolExhausted, CacheBusy, ConfigMismatch, CoreError: the request is refused.
         """
-        may_wait = bool(self._tiers) or bool(self._wait_queue.waiting)
+        may_wait = self._has_tiers or bool(self._wait_queue.waiting)
         if may_wait and (ticket := self._ticket_of(session_id, request.lease_id)) is not None:
             return ticket
         key = key_of(request.tokens, request.namespace)
@@ -244,7 +245,7 @@ class Admission:
         assert not isinstance(request, ExtendRequest)
         if asked.session_id in self._bindings.sessions:
             self._bindings.check(asked.session_id, request.namespace, request.lease_id)
-        if not tiers:
+        if not self._has_tiers:
             lease = self._begin(asked)
             return self.lease_response(lease) if type(request) is AcquireRequest else self._hand_out(asked, lease)
         timeout_s = request.load_timeout_s

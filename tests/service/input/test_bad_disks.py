@@ -386,7 +386,7 @@ async def test_damaged_records_are_misses_that_are_counted(
     async with opened(config_of(tmp_path)) as cache:
         assert await found(cache) < len(PROMPT)
         await settled(cache)
-        assert tier_of(cache).stats().num_damaged > 0
+        assert tier_of(cache).stats().damaged_records > 0
         await write(cache)
         await cache.evict(10**6)
         assert await found(cache) == len(PROMPT), "it is written again"

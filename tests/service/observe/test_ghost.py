@@ -71,7 +71,7 @@ async def test_requests_are_followed_only_if_configured() -> None:
 
 @pytest.mark.parametrize("kind", ["chunk", "slots"])
 def test_a_kind_that_shares_no_pages_has_no_ghost(kind: str) -> None:
-    with pytest.raises(ValueError, match="ghost needs a kind that shares pages"):
+    with pytest.raises(ValueError, match="its requests share no pages"):
         CacheConfig(
             kind=kind, max_seq_len=4 if kind == "slots" else None, pool=PoolConfig(num_slots=4), ghost=GhostConfig()
         )

@@ -94,9 +94,12 @@ async def test_readers_follow_both_tiers_from_their_snapshots(cache: CacheUnderT
     await evict(cache.client, 3, "host")
 
     for tier, medium in (("device", "GPU"), ("host", "CPU")):
-        here: Any = await cache.client.event_snapshot(tier=tier)
         index = indexes[tier]
-        assert await read_up_to(cache.another_client(), index, tier, here.seq) == {medium}
+        while True:  # pages that were evicted from the host are written again
+            here: Any = await cache.client.event_snapshot(tier=tier)
+            assert await read_up_to(cache.another_client(), index, tier, here.seq) <= {medium}
+            if index.seq == here.seq:
+                break
         assert index.blocks == ReplayedIndex(here).blocks
         assert {event.medium for event in here.events} == {medium}
     assert len(indexes["device"].hashes) <= 8 < len(indexes["host"].hashes)

@@ -527,7 +527,7 @@ def test_what_no_namespace_is_is_not_taken_apart(wrong: str) -> None:
 
 
 def test_events_are_refused_for_kinds_that_cannot_tell_them() -> None:
-    with pytest.raises(ValidationError, match="events need kind"):
+    with pytest.raises(ValidationError, match="events is for kinds"):
         CacheConfig(kind="trie", pool=PoolConfig(num_slots=8), events=True)
 
 
