@@ -443,7 +443,11 @@ def test_the_job_starts_missing_caches_only(tmp_path: Path) -> None:
     file.write_text(found["data"]["caches.yaml"])
     asks = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    small = {"RAYDIX_POOL_DEVICE": "cpu", "RAYDIX_POOL_NUM_SLOTS": "1024", "RAYDIX_POOL_NUM_LAYERS": "2"}
+    small = {
+        "RAYDIX_POOL_DEVICE": "cpu",
+        "RAYDIX_POOL_NUM_SLOTS": "1024",
+        "RAYDIX_POOL_LAYERS": "[{count: 2, num_kv_heads: 1, head_dim: 1}]",
+    }
     job = container_of(pods()[-1])
     words = [word.replace("/etc/raydix/caches.yaml", str(file)) for word in (*job["command"], *job["args"])]
 

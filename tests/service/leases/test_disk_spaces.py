@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from support.tiers.disk_service import DiskService
 from support.tiers.faulty_files import FaultyFileCalls
+from support.tiers.settled_tiers import service_of
 from support.tiers.tiered_service import tiered_config
 
-from raydix.actors.service.cache_service import CacheService
 from raydix.actors.tiers.disk import disk_errors, space_bindings
 from raydix.actors.tiers.disk.disk_index import Space
 from raydix.schemas import (
@@ -273,7 +273,7 @@ async def test_many_spaces_are_retired_by_one_name_or_all(tmp_path: Path) -> Non
 async def _grown(num_salts: int, disk: DiskConfig | None) -> int:
     """The bytes that requests of so many salts leave, of which each writes nothing."""
     pool = PoolConfig(num_slots=64, format="opaque", slot_bytes=8, device="cpu")
-    service = CacheService(CacheConfig(pool=pool, disk=disk), "e")
+    service = service_of(CacheConfig(pool=pool, disk=disk))
     service.open_session(OpenSession(session_id="s", owner="test"))
     model = ModelFingerprint(fields={}, weights="0")
     service.execute("s", "e", (BindModelRequest(fingerprint=model),))

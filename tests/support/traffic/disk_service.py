@@ -169,6 +169,7 @@ class DiskServiceTraffic(ServiceTraffic):
         self.sessions.clear()
         self.tickets.clear()
         self.owned.clear()
+        self.given_up.clear()
         self.from_pool = 0
         self.cache = self.make()
         self.start()

@@ -143,6 +143,7 @@ class ServiceTraffic:
         self.done: Counter[str] = Counter()
         # tokens that leases found in the pool, and the loads for leases that their sessions have not ended
         self.from_pool = 0
+        self.given_up: set[Move] = set()  # loads in flight of which the session has ended the lease
         self.was_checked = False
         self.owned: dict[Move, tuple[str, int]] = {}  # load -> its lease's id, and the tokens that it found in the pool
 
@@ -577,9 +578,12 @@ class ServiceTraffic:
                 self.owned[move] = move.target.lease_id, move.first - move.target.loaded_len
         for move in list(self.owned):
             lease, (lease_id, started) = move.target, self.owned[move]
-            if lease.lease_id != lease_id:  # it was taken from its request, which begins again
+            if lease.lease_id != lease_id:  # it was taken from its request, which begins again if it has not ended
                 del self.owned[move]
+                self.from_pool += started * (move in self.given_up)
                 continue
+            if lease.filling_for == "":
+                self.given_up.add(move)
             if move in in_flight:
                 continue
             del self.owned[move]
