@@ -61,21 +61,6 @@ class DiskReaders:
         return Copier(copies, threads=threads, num_loads=NUM_LOADS, clock=self._clock)
 
     @property
-    def num_bytes(self) -> int:
-        """The bytes that were read."""
-        return 0 if self.copier is None else self.copier.counts(loads=True).num_bytes
-
-    @property
-    def seconds(self) -> float:
-        """The time of these reads; of two at the same time, both count."""
-        return 0.0 if self.copier is None else self.copier.counts(loads=True).seconds
-
-    @property
-    def queued_bytes(self) -> int:
-        """The bytes that are still to be read."""
-        return 0 if self.copier is None else self.copier.queued_bytes(loads=True)
-
-    @property
     def error_s(self) -> float | None:
         """The seconds since the last read that failed; None: none did."""
         return None if self._failed_at is None else self._clock() - self._failed_at

@@ -37,8 +37,9 @@ class HostTier:
 
     Attributes:
         tier: the tier.
-        writes: from the pool to the tier, without copies.
+        writes: from the pool to the tier, without copies; `all_writes` has them alone.
         loads: from the tier to the pool.
+        memory: of the tier.
 
     Args:
         config: the cache's configuration; it has `host`.
@@ -68,6 +69,7 @@ class HostTier:
         layout = layout_below(config, config.host_sizes)
         page_bytes = config.page_size * (layout.slot_bytes + layout.swa_slot_bytes)
         self.writes = writes = Writes(device, self.tier, page_bytes)
+        self.all_writes = (writes,)
         self._pool: KVPool | RecordPool | None = pool
         self._on_change = on_change
         self._no_request_needs_slots = may_begin
@@ -92,24 +94,14 @@ class HostTier:
         timeout_s = self.config.load_timeout_s
         self.loads = TierLoads(loads, timeout_s, self._complete_load, on_load, self._is_ready, self._may_begin)
         upper.watch_victims(writes.count_dropped)
-        self._memory = HostMemory(layout, name, pin=self.config.pin, on_change=self._memory_changed)
+        self.memory = HostMemory(layout, name, pin=self.config.pin, on_change=self._memory_changed)
 
     # ---------------------------------------------------------------- state
 
     @property
     def state(self) -> str:
         """The tier's state: "ready", "reserving", "closed", or the reason why it is not there."""
-        return "closed" if self._is_closed else self._memory.state
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the tier's memory is registered with CUDA."""
-        return self._memory.pinned
-
-    @property
-    def lower_pool(self) -> RecordPool | None:
-        """The tensors of the tier; None: they are not ready."""
-        return self._memory.pool
+        return "closed" if self._is_closed else self.memory.state
 
     def start(self) -> None:
         """Report changes of the tier's memory to the running loop from now on."""
@@ -127,7 +119,7 @@ class HostTier:
         if self.copier is not None:
             return True
         assert self._pool is not None
-        if (lower := self._memory.pool) is None:
+        if (lower := self.memory.pool) is None:
             return False
         self._copies = PageCopies(self._pool, lower)
         self.copier = self.make_copier(self._copies)
@@ -146,11 +138,6 @@ class HostTier:
         return not self._after_writes and self._no_request_needs_slots()
 
     # ---------------------------------------------------------------- writes
-
-    @property
-    def all_writes(self) -> Sequence[Writes]:
-        """The writes to the tier."""
-        return (self.writes,)
 
     @property
     def locks_pool(self) -> bool:
@@ -259,7 +246,7 @@ class HostTier:
         if self.copier is not None:
             self.copier.close()
         self._copies = self._pool = self.copier = None  # These have the memory.
-        self._memory.close()
+        self.memory.close()
         return True
 
     # ---------------------------------------------------------------- checks
