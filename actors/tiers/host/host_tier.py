@@ -10,7 +10,7 @@ from functools import partial
 from raydix.actors.memory.pool_shapes import layout_below
 from raydix.actors.tiers.copier import Copier, Copy
 from raydix.actors.tiers.host.host_memory import RESERVING, HostMemory
-from raydix.actors.tiers.job_threads import Ended
+from raydix.actors.tiers.job_threads import Ended, JobThreads
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.cache_core import KVCache, KVPool, RecordPool
@@ -89,6 +89,7 @@ class HostTier:
             (writes.prepare_states, 0 if states is None else int(share * states.num_slots)),
         ]
         self.copier: Copier | None = None
+        self._threads: JobThreads | None = None  # of the copier
         self._copies: PageCopies | None = None
         loads = Loads(self.tier, device)
         timeout_s = self.config.load_timeout_s
@@ -127,8 +128,9 @@ class HostTier:
         return True
 
     def make_copier(self, copies: PageCopies) -> Copier:
-        """Return a copier, which the tier closes."""
-        return Copier(copies, write_mib_s=self.config.write_mib_s)
+        """Return a copier, which the tier closes, with a thread of its own: copies in memory are bound by it."""
+        self._threads = JobThreads("raydix-copier", 1)
+        return Copier(copies, self._threads, write_mib_s=self.config.write_mib_s)
 
     def _may_begin(self) -> bool:
         """Return whether writes and prefetches may begin.
@@ -245,7 +247,9 @@ class HostTier:
         self.loads.close()
         if self.copier is not None:
             self.copier.close()
-        self._copies = self._pool = self.copier = None  # These have the memory.
+        if self._threads is not None:
+            self._threads.close()
+        self._copies = self._pool = self.copier = self._threads = None  # These have the memory.
         self.memory.close()
         return True
 

@@ -255,7 +255,7 @@ async def test_two_threads_share_a_load(pool: Pool, tmp_path: Path, monkeypatch:
         starts, numbers = batch["full"].starts, np.array([row.record for row in batch["full"].rows])
         pool.storage.zero_()
         copies, before, done = (
-            DiskCopies(pool, await disk.store, disk.writer.threads),
+            DiskCopies(pool, await disk.store, disk.writer.threads.help),
             calls.counts["preadv"],
             threading.Event(),
         )
@@ -285,7 +285,10 @@ async def test_a_load_fails_in_whichever_thread_it_does(
         batch = a_batch(pool, await disk.space(), Random(9), 10)
         await disk.write(batch)
         numbers = np.array([row.record for row in batch["full"].rows]) * PageRecords(pool).page_size
-        copies, plan = DiskCopies(pool, await disk.store, disk.writer.threads), CopyPlan(batch["full"].starts, numbers)
+        copies, plan = (
+            DiskCopies(pool, await disk.store, disk.writer.threads.help),
+            CopyPlan(batch["full"].starts, numbers),
+        )
         calls.fail("preadv", errno.EIO, skipped)
         with pytest.raises(DiskFailed, match=r"reading 1 record of pages\.bin from record"):
             copies.load(plan, 0, len(numbers))
