@@ -15,6 +15,7 @@ from support.tiers.pool_pages import (
     check_random_plans,
     contents,
     copied,
+    layout_of,
     random_plan,
     random_pool,
 )
@@ -49,7 +50,7 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     for module in (pinned_memory, record_copies):
         monkeypatch.setattr(module, "PIECE_BYTES", request.param)
     pool = random_pool(LAYOUTS["mixed"], torch.bfloat16, device="cuda")
-    made = HostMemory(PageRecords(pool).layout(4096, 64, 8), "e" * 32, pin=True)
+    made = HostMemory(layout_of(PageRecords(pool), 4096, 64, 8), "e" * 32, pin=True)
     wait_until(lambda: made.pinned)
     yield made
     made.close()
@@ -82,7 +83,7 @@ async def test_a_load_is_reported_when_every_stream_sees_it(waits: bool, monkeyp
         return find_runs(*arguments)
 
     pool = random_pool(LAYOUTS["attention"], torch.bfloat16, device="cuda")
-    layout = PageRecords(pool).layout(48)
+    layout = layout_of(PageRecords(pool), 48)
     storage = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)  # others' transfers may wait
     below = random_pool(layout, storage=storage)
     assert isinstance(below, RecordPool)
