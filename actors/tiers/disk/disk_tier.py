@@ -142,7 +142,7 @@ class DiskTier(RequestObserver):
             self.config.load_timeout_s,
             self._finish_load,
             lambda: self.work.end_load(),
-            self._may_load,
+            lambda: self.readers.copier is not None and not self.files.is_closed,
             lambda: self.may_begin(),
             may_stall=True,
             clock=clock,
@@ -288,10 +288,6 @@ class DiskTier(RequestObserver):
     def after_writes(self, resume: Callable[[], object]) -> None:
         """Call `resume` once, when no page of the pool is locked by a write any more."""
         self.writes.after_writes(resume)
-
-    def _may_load(self) -> bool:
-        """Return whether loads may begin."""
-        return self.readers.copier is not None and not self.files.is_closed
 
     def _finish_load(self, batch: MoveBatch, copied: Ended) -> tuple[Filled, bool]:
         """End the only move of a batch; return its result, and whether all of it was read."""
