@@ -62,7 +62,6 @@ from raydix.actors.sessions.refusals import Refusals
 from raydix.actors.sessions.session_reaper import SessionReaper
 from raydix.actors.sessions.session_table import Session
 from raydix.actors.sessions.wait_queue import WaitQueue
-from raydix.actors.tiers.disk.unbound_namespaces import UnboundNamespaces
 from raydix.actors.tiers.host.host_tier import HostTier
 from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.actors.transport import batch_codec
@@ -235,7 +234,7 @@ class CacheService:
             raise CacheUnavailable(f"the disk tier cannot be made: {error}") from error
         sources = [Source(device, lambda: pool)]
         if (host := self.host) is not None:
-            sources.append(Source(host.tier, lambda: host.lower_pool))
+            sources.append(Source(host.tier, lambda: host.memory.pool))
         disk = DiskTier(
             self.config,
             name,
@@ -249,8 +248,6 @@ class CacheService:
         )
         self.bindings.disk = cache
         disk.may_begin = lambda: not self.wait_queue.waiting
-        self._unbound = UnboundNamespaces(lambda namespace: self.bindings.models_of(namespace) is not None)
-        self.core.observers.append(self._unbound)
         return disk
 
     def _on_pressure(self) -> None:
@@ -559,7 +556,7 @@ class CacheService:
     def stats(self) -> CacheStats:
         """Return a snapshot of every count."""
         batch_size = self._batch_size.histogram()
-        disk = None if self.disk is None else self.disk.stats(self._unbound.count())
+        disk = None if self.disk is None else self.disk.stats()
         stats = CacheStats(
             epoch=self.epoch,
             uptime_s=self.insight.history.now_s,

@@ -236,8 +236,8 @@ class RequestHandlers:
         disk = self._disk
         if disk is None:
             return response
-        disk.bind(request.lora_id)
-        built = disk.built()
+        disk.bindings.bind(request.lora_id)
+        built = disk.bindings.built()
         if built is None:
             return response
         return self._admission.wait_for_disk(session_id, response, built, disk.config.load_timeout_s, response)

@@ -82,7 +82,7 @@ def host_stats(host: HostTier, num_loading: int) -> TierStats:
         }
     return TierStats(
         state=host.state,
-        pinned=host.pinned,
+        pinned=host.memory.pinned,
         policy=host.config.policy,
         loading_requests=num_loading,
         **tier_pools(host.tier.cache),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -141,9 +140,11 @@ class Copier:
     load waits for one chunk of the others at most. Between two chunks, a thread looks at cancellations, deadlines and
     the cap of writes. A copy confirms whole pages from the front: those of all chunks that were copied.
 
+    It is a queue of its threads, and does not refer to them, so that the threads end if their owner is dropped.
+
     Args:
         copies: copies pages between the pool and the tier below.
-        threads: those that copy; their owner closes them. None: one of its own, as copies in memory are bound by it.
+        threads: those that copy; their owner closes them.
         num_loads: loads of which chunks are copied at the same time. Of prefetches there is one among them.
         write_mib_s: MiB of writes a second; None: without a limit. Loads have none.
         chunk_bytes: bytes that one call copies.
@@ -153,8 +154,8 @@ class Copier:
     def __init__(
         self,
         copies: Copies,
+        threads: JobThreads,
         *,
-        threads: JobThreads | None = None,
         num_loads: int = 1,
         write_mib_s: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
@@ -162,11 +163,15 @@ class Copier:
     ) -> None:
         self._copies = copies
         self._chunk_bytes = chunk_bytes
-        self._own_threads = JobThreads("raydix-copier", 1) if threads is None else None
-        threads = threads or self._own_threads
-        assert threads is not None
-        self._queues = _Queues(WriteCap(write_mib_s), clock, threads.changed, num_loads)
-        threads.add(self._queues)
+        self._clock = clock
+        self._cap = WriteCap(write_mib_s)
+        self._changed = threads.changed
+        self._num_loads = num_loads
+        self._loads: deque[Copy] = deque()
+        self._writes: deque[Copy] = deque()
+        self._counts = {True: CopyCounts(), False: CopyCounts()}  # is_load -> counts
+        self._is_closed = False
+        threads.add(self)
 
     def load(
         self,
@@ -184,7 +189,7 @@ class Copier:
             timeout_s: the copy ends between two chunks if it takes longer, from now on; None: without a limit.
             is_awaited: False: it gives way to loads that requests wait for. `Copy.is_awaited` can be set later.
         """
-        deadline = None if timeout_s is None else self._queues.clock() + timeout_s
+        deadline = None if timeout_s is None else self._clock() + timeout_s
         copy = Copy(plan, self._copies, done, is_load=True, deadline=deadline, is_awaited=is_awaited)
         return self._start(copy)
 
@@ -195,77 +200,18 @@ class Copier:
     def _start(self, copy: Copy) -> Copy:
         copy.loop = asyncio.get_running_loop()
         copy.chunks = self._copies.chunks(copy.plan, self._chunk_bytes)
-        self._queues.add(copy)
-        return copy
-
-    def cancel(self, copy: Copy) -> None:
-        """End a copy: in this call if none of its chunks is being copied, else behind that chunk.
-
-        `done` is called in both cases. A copy that has ended stays as it is.
-        """
-        self._queues.cancel(copy)
-
-    def counts(self, *, loads: bool) -> CopyCounts:
-        """Return the counts of loads or of writes, as a copy."""
-        return self._queues.counts(loads=loads)
-
-    def queued_bytes(self, *, loads: bool) -> int:
-        """Return the bytes of loads or of writes that are still to be copied."""
-        return self._queues.queued_bytes(loads=loads)
-
-    def bytes_ahead(self) -> int:
-        """Return the bytes of loads that are copied before the next load that a request waits for."""
-        return self._queues.bytes_ahead()
-
-    def stop_all(self, timeout_s: float | None = None) -> None:
-        """End all copies, without calls of `done`: `Copy.result` has the end. It waits for at most one chunk.
-
-        Args:
-            timeout_s: for which it waits; None: without a limit. A copy of which the chunk has not ended has no result.
-        """
-        self._queues.stop_all(timeout_s)
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """End all copies, and a thread of its own. It waits for the chunks that are being copied.
-
-        The calls of `done` are scheduled on the event loop, so they run after this call. Later copies end with 0 pages.
-
-        Args:
-            timeout_s: for which it waits; None: without a limit.
-        """
-        self._queues.close(timeout_s)
-        if self._own_threads is not None:
-            self._own_threads.close(timeout_s)
-
-
-class _Queues:
-    """The copies of a copier. The methods may be called from any thread.
-
-    Args:
-        changed: the lock of the threads' queues.
-    """
-
-    def __init__(self, cap: WriteCap, clock: Callable[[], float], changed: threading.Condition, num_loads: int) -> None:
-        self.clock = clock
-        self._cap = cap
-        self._changed = changed
-        self._num_loads = num_loads
-        self._loads: deque[Copy] = deque()
-        self._writes: deque[Copy] = deque()
-        self._counts = {True: CopyCounts(), False: CopyCounts()}  # is_load -> counts
-        self._is_closed = False
-
-    def add(self, copy: Copy) -> None:
-        """Append a copy."""
         with self._changed:
             self._queue_of(copy).append(copy)
             if self._is_closed:
                 self._end(copy, "closed")
             self._changed.notify()
+        return copy
+
+    # ---------------------------------------------------------------- threads
 
     def take(self) -> Callable[[], object] | None:
         """Return the copying of a chunk that may be copied now; None if there is none."""
-        now = self.clock()
+        now = self._clock()
         for load in [load for load in self._loads if load.deadline is not None and load.deadline <= now]:
             if load.chunk_began is None:
                 self._end(load, "late")
@@ -292,7 +238,7 @@ class _Queues:
 
     def wait_s(self) -> float | None:
         """Return the seconds until the cap allows the next write; None: none waits for it."""
-        return self._cap.wait_s(self.clock()) if self._may_write else None
+        return self._cap.wait_s(self._clock()) if self._may_write else None
 
     def _copy_chunk(self, copy: Copy) -> None:
         """Copy the next chunk of a copy, and note it."""
@@ -303,10 +249,7 @@ class _Queues:
             if not isinstance(failure, DiskError):  # The readers of a disk log what their disk raises.
                 logger.exception("a %s of %d pages failed", "load" if copy.is_load else "write", len(copy.plan))
             error = failure.with_traceback(None)  # Its frames have the pool.
-        self.note(copy, perf_counter() - started, error)
-
-    def note(self, copy: Copy, seconds: float, error: Exception | None) -> None:
-        """Count a chunk that was copied, or failed."""
+        seconds = perf_counter() - started
         with self._changed:
             copy.chunk_began = None
             if copy.is_cancelled or self._is_closed:  # The event loop may wait. The next chunk is this thread's.
@@ -323,15 +266,24 @@ class _Queues:
             elif self._is_closed:
                 self._end(copy, "closed")
 
+    # ---------------------------------------------------------------- ends
+
     def cancel(self, copy: Copy) -> None:
-        """End a copy, or have it ended behind its chunk."""
+        """End a copy: in this call if none of its chunks is being copied, else behind that chunk.
+
+        `done` is called in both cases. A copy that has ended stays as it is.
+        """
         with self._changed:
             copy.is_cancelled = True
             if copy.chunk_began is None and copy.result is None:
                 self._end(copy, "cancelled")
 
-    def stop_all(self, timeout_s: float | None) -> None:
-        """End all copies without reporting it, and wait for the chunks that are being copied."""
+    def stop_all(self, timeout_s: float | None = None) -> None:
+        """End all copies, without calls of `done`: `Copy.result` has the end. It waits for at most one chunk.
+
+        Args:
+            timeout_s: for which it waits; None: without a limit. A copy of which the chunk has not ended has no result.
+        """
         with self._changed:
             for copy in (*self._loads, *self._writes):
                 copy.loop = None
@@ -342,8 +294,14 @@ class _Queues:
         """End all copies behind their chunks, and let none begin."""
         self.close(0.0)
 
-    def close(self, timeout_s: float | None) -> None:
-        """End all copies, as `stop` does, and wait for the chunks that are being copied."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End all copies. It waits for the chunks that are being copied.
+
+        The calls of `done` are scheduled on the event loop, so they run after this call. Later copies end with 0 pages.
+
+        Args:
+            timeout_s: for which it waits; None: without a limit.
+        """
         with self._changed:
             self._is_closed = True
             self._end_idle("closed", timeout_s)
@@ -355,6 +313,8 @@ class _Queues:
                 self._end(copy, end)
         self._changed.wait_for(lambda: not (self._loads or self._writes), timeout_s)
 
+    # ---------------------------------------------------------------- state
+
     def counts(self, *, loads: bool) -> CopyCounts:
         """Return the counts of loads or of writes, as a copy."""
         with self._changed:
@@ -362,12 +322,12 @@ class _Queues:
             return replace(counts, ends=counts.ends.copy())
 
     def queued_bytes(self, *, loads: bool) -> int:
-        """Return the bytes that are still to be copied."""
+        """Return the bytes of loads or of writes that are still to be copied."""
         with self._changed:
             return sum(copy.bytes_left for copy in (self._loads if loads else self._writes))
 
     def bytes_ahead(self) -> int:
-        """Return the bytes that are copied before the next load: of awaited loads, and of a prefetch's chunk."""
+        """Return the bytes of loads that are copied before the next load that a request waits for."""
         lanes = [0] * self._num_loads
         with self._changed:
             for load in self._loads:

@@ -11,6 +11,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal, NamedTuple, Protocol
 
+Help = Callable[[Callable[[], Any]], Future[Any]]
 End = Literal["whole", "cancelled", "late", "failed", "closed"]
 
 
@@ -53,12 +54,14 @@ class JobThreads:
 
     Attributes:
         changed: the lock of all queues. Notify it when a job was added, or another one may begin.
+        help: has another thread work for a job.
     """
 
     def __init__(self, name: str, number: int) -> None:
         # The threads know the queues alone, so that threads whose owner is dropped without being closed end.
         self._queues = _Queues()
         self.changed = self._queues.changed
+        self.help: Help = self._queues.help
         self._threads = [
             threading.Thread(target=_run, args=(self._queues,), name=name, daemon=True) for _ in range(number)
         ]
@@ -71,18 +74,6 @@ class JobThreads:
         with self.changed:
             self._queues.queues.appendleft(queue)
             self.changed.notify_all()
-
-    def help(self, work: Callable[[], Any]) -> Future[Any]:
-        """Have another thread work for a job, before all queues. Cancel the future if no thread has begun.
-
-        Args:
-            work: must not raise.
-        """
-        future: Future[Any] = Future()
-        with self.changed:
-            self._queues.helps.append((future, work))
-            self.changed.notify()
-        return future
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the threads when no queue has a job that may begin.
@@ -104,6 +95,18 @@ class _Queues:
         self.queues: deque[JobQueue] = deque()
         self.helps: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._is_closed = False
+
+    def help(self, work: Callable[[], Any]) -> Future[Any]:
+        """Have another thread work for a job, before all queues. Cancel the future if no thread has begun.
+
+        Args:
+            work: must not raise.
+        """
+        future: Future[Any] = Future()
+        with self.changed:
+            self.helps.append((future, work))
+            self.changed.notify()
+        return future
 
     def next(self) -> Callable[[], object] | None:
         """Wait for a job, and return it; None: the threads end."""

@@ -130,7 +130,9 @@ class Loads:
         tree_key = cache.tree_key(look_up.key)[: source.stop]
         # Where window KV is to be loaded, it begins before the usable prefix.
         first, target = min(cache.radix.cached_lens(tree_key)[1], source.live_from), None
-        if source.stop > usable and not any(loads._brings(tree_key, first) for loads in (self, *self.others)):
+        loads_in_flight = (load for loads in (self, *self.others) for load in loads._in_flight)
+        is_coming = any(load.moves_page_of(tree_key, first, len(tree_key)) for load in loads_in_flight)
+        if source.stop > usable and not is_coming:
             with suppress(OutOfSlotsError):
                 target = cache.open_target(tree_key, first, live_from=source.live_from)
         if target is None:
@@ -141,16 +143,6 @@ class Loads:
         if source.state is not None:
             self._add_spare(load)
         return load
-
-    def _brings(self, key: RadixKey, first: int) -> bool:
-        """Return whether a load in flight brings a page of a tree's key behind token `first`."""
-        for load in self._in_flight:
-            at = max(first, load.first)
-            if not load.is_retired and at < min(len(key), load.stop):
-                shared = at + self._page_size
-                if load.key[:shared] == key[:shared]:
-                    return True
-        return False
 
     def _add(self, source: Source, lease: LeaseRecord, key: RadixKey, first: int) -> Move:
         load = new_move(self.source, self.pool, source, lease, key, first)

@@ -72,6 +72,12 @@ class Move:
         """Whether its namespace was retired after it began: nothing of it is published."""
         return self.source.retired or self.target.retired
 
+    def moves_page_of(self, key: RadixKey, first: int, stop: int) -> bool:
+        """Return whether it moves a page of tokens [first, stop) of a tree's key, and its namespace is not retired."""
+        at = max(first, self.first)
+        shared = at + self.target_tier.page_size
+        return not self.is_retired and at < min(stop, self.stop) and self.key[:shared] == key[:shared]
+
     @property
     def is_indivisible(self) -> bool:
         """Whether a part of it is of no use: a match needs the window KV or the state at its end."""

@@ -55,11 +55,8 @@ def check_all(all_loads: Sequence[Loads], all_writes: Sequence[Writes]) -> None:
         reused = tier.cache.counters
         assert loaded <= reused.tokens_reused + reused.tokens_reused_resumed, f"rule 6 at tier {tier.name}: {loaded=}"
     for move, other in combinations([move for move in moves if not move.is_retired], 2):
-        stop = min(move.stop, other.stop)
-        at = max(move.first, other.first)
-        is_same = move.target_tier is other.target_tier and at < stop
-        shared = at + move.target_tier.page_size
-        assert not is_same or move.key[:shared] != other.key[:shared], f"rule 3: both moves copy token {at}"
+        is_same = move.target_tier is other.target_tier and move.moves_page_of(other.key, other.first, other.stop)
+        assert not is_same, f"rule 3: both moves copy a page of {other.key}"
     for move in moves:
         _check_ends(move)
 

@@ -17,7 +17,7 @@ import torch
 
 from raydix.cache_core.pool.kv_pool import KVPool
 from raydix.cache_core.pool.record_copies import Cut, RecordCopies
-from raydix.cache_core.pool.record_pool import RecordLayout, RecordPool
+from raydix.cache_core.pool.record_pool import RecordPool
 from raydix.cache_core.tree.packed_slots import Starts
 
 CHUNK_BYTES = 8 * 2**20  # copied by one call; about 2 ms
@@ -102,19 +102,6 @@ class PageRecords:
     def num_bytes(self, kind: Kind = "full") -> int:
         """Return the bytes of a record of a kind; 0: the pool has none."""
         return self._num_bytes[kind]
-
-    def layout(self, num_slots: int, num_swa_slots: int = 0, num_state_slots: int = 0) -> RecordLayout:
-        """Return the layout of an opaque pool that can take these records."""
-        page = self.page_size
-        return RecordLayout(
-            num_slots=num_slots,
-            page_size=page,
-            slot_bytes=self._num_bytes["full"] // page,
-            num_swa_slots=num_swa_slots,
-            swa_slot_bytes=self._num_bytes["swa"] // page,
-            num_state_slots=num_state_slots,
-            state_bytes=self._num_bytes["state"],
-        )
 
     def gather(self, starts: Starts, out: torch.Tensor, kind: Kind = "full") -> None:
         """Copy pages of the pool to records.

@@ -39,6 +39,9 @@ class _Pool(Protocol):
     def take_all(self) -> None:
         """Take all records, before the first allocation."""
 
+    def available_size(self) -> int:
+        """Return the number of free slots."""
+
 
 class RecordKeeper:
     """The records of one kind, numbered from 1. All are unread at first: the pool hands out none.
@@ -54,6 +57,7 @@ class RecordKeeper:
     """
 
     def __init__(self, pool: _Pool, num_records: int, slots_of_record: int, free: Callable[[Starts], object]) -> None:
+        self._pool = pool
         self._step = slots_of_record
         self._free = free
         self._states = np.full(num_records + 1, _UNREAD, np.uint8)  # state of each record; record 0 is for padding
@@ -84,6 +88,11 @@ class RecordKeeper:
     def num_records(self) -> int:
         """All records."""
         return len(self._states) - 1
+
+    @property
+    def num_free(self) -> int:
+        """The records that the pool can hand out."""
+        return self._pool.available_size() // self._step
 
     @property
     def num_unread(self) -> int:

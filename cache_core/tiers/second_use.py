@@ -30,11 +30,6 @@ class SecondUse:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self._memory = HashMemory(_REMEMBERED * num_pages)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the memory."""
-        return self._memory.num_bytes
-
     def count(self, hashes: Hashes, salt: int = 0) -> NDArray[np.bool_]:
         """Note a use of each page; return for each whether it was used before this call. O(pages).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -35,7 +35,6 @@ class TreeBuilder:
 
     Attributes:
         num_built: pages that were put into the tree.
-        num_dropped: pages that were dropped.
         is_fed: whether all runs have been added; set by the caller.
     """
 
@@ -43,7 +42,6 @@ class TreeBuilder:
         self, cache: KVCache, keepers: Mapping[Kind, RecordKeeper], namespace: str | None, arity: int = 0
     ) -> None:
         self.num_built = 0
-        self.num_dropped = 0
         self.is_fed = False
         self._cache = cache
         self._keepers = keepers
@@ -96,7 +94,6 @@ class TreeBuilder:
             run.node = self._insert(run, above, starts)
         except StaleNodeError:
             allocator.free_pages(starts)  # They are leaving then.
-            self.num_dropped += len(pages)
             self._drop([] if run.state is None else [run.state])
             return
         if run.state is not None:
@@ -119,7 +116,6 @@ class TreeBuilder:
         duplicates = ours[ours != done.existing]
         if len(duplicates):
             cache.allocator.free_pages(duplicates)
-        self.num_dropped += len(duplicates)
         self.num_built += len(starts) - len(duplicates)
         node: TreeNode = done.last_node
         self._keep_hashes(run, node)
@@ -149,22 +145,19 @@ class TreeBuilder:
 
     def _are_dormant(self, run: RowRun) -> bool:
         """Return whether all records of a run are dormant."""
-        parts: tuple[tuple[Kind, list[IndexRow]], ...] = (
-            ("full", run.pages),
-            ("swa", run.halves),
-            ("state", [] if run.state is None else [run.state]),
-        )
-        return all(not rows or self._keepers[kind].are_dormant(_numbers(rows)) for kind, rows in parts)
+        return all(self._keepers[kind].are_dormant(numbers) for kind, numbers in self._by_kind(run.rows))
 
     def _claim(self, kind: Kind, numbers: Numbers) -> None:
         assert self._keepers[kind].claim(numbers).all(), "a record is not dormant"
 
     def _drop(self, rows: Sequence[IndexRow]) -> None:
-        for kind, keeper in self._keepers.items():
-            numbers = _numbers([row for row in rows if row.kind == kind])
-            keeper.drop(numbers)
-            if kind == "full":
-                self.num_dropped += len(numbers)
+        for kind, numbers in self._by_kind(rows):
+            self._keepers[kind].drop(numbers)
+
+    def _by_kind(self, rows: Sequence[IndexRow]) -> Iterator[tuple[Kind, Numbers]]:
+        """Yield the numbers of the records of each kind."""
+        for kind in self._keepers:
+            yield kind, _numbers([row for row in rows if row.kind == kind])
 
 
 def _numbers(rows: Sequence[IndexRow]) -> Numbers:

@@ -10,6 +10,7 @@ import numpy as np
 
 from raydix.cache_core.leases.kv_cache import KVCache
 from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
+from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.cache_core.tiers.second_use import SecondUse
 from raydix.cache_core.tree.hashing import int64s
 from raydix.cache_core.tree.page_hashes import path_hashes
@@ -18,7 +19,7 @@ from raydix.cache_core.tree.radix_key import RadixKey
 _MOST_RETIREMENTS = 64  # that are remembered: clients choose names of namespaces, so there is no table of these
 
 
-class UseCounter:
+class UseCounter(RequestObserver):
     """Counts the uses of pages: an observer of the first tier.
 
     A request uses the pages that it publishes, and those that it hits, in whatever tier they lay. The former are
@@ -52,15 +53,6 @@ class UseCounter:
         self._num_retirements = 0
         self._on_due = on_due
         self._counted: dict[str, int] = {}  # lease id -> published pages that were counted, or hit
-
-    def granted(self, lease: LeaseRecord, max_prefix_len: int | None) -> None:
-        """Do nothing: hits are counted when the lease ends."""
-
-    def loaded(self, lease: LeaseRecord, num_tokens: int) -> None:
-        """Do nothing: the loaded pages are hits."""
-
-    def refused(self, key: RadixKey, num_tokens: int, can_ever_fit: bool) -> None:
-        """Do nothing: the request uses no page."""
 
     def published(self, lease: LeaseRecord) -> None:
         """Count the pages that a lease has published for its request."""

@@ -442,13 +442,7 @@ class Writes:
 
         A page that a write has let go may have been computed again, and may lie in another tier, too.
         """
-        first = missing.first + self._page_size
-        for move in self._in_flight:
-            is_near = not move.is_retired and move.first < stop and missing.first < move.stop
-            shared = max(first, move.first + self._page_size)
-            if is_near and move.key[:shared] == missing.path.key[:shared]:
-                return True
-        return False
+        return any(move.moves_page_of(missing.path.key, missing.first, stop) for move in self._in_flight)
 
     # ---------------------------------------------------------------- ends
 

@@ -71,7 +71,7 @@ class Disk:
         }
         self._store, self._space = self._runner.run(self._open(path, layout))
         threads = self._writer.threads
-        self._copier = Copier(DiskCopies(self._pool, self._store, threads), threads=threads, num_loads=NUM_LOADS)
+        self._copier = Copier(DiskCopies(self._pool, self._store, threads.help), threads=threads, num_loads=NUM_LOADS)
         self._batches = {how: self._batches_of(numbers) for how, numbers in self._orders.items()}
         self._fd = os.open(path / "plain.bin", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         self._plain = aligned_bytes(num_bytes)  # memory of plain loops, as large as the pool

@@ -19,6 +19,7 @@ import torch
 from benchmarks.bench_blocks import HOLD_GATE_MS, MAX_HOLD_MS, longest_hold
 from benchmarks.figures import HEADING, Figure, median_ratio, times_in_turns
 from support.caches.pool_layers import layer_shapes
+from support.tiers.pool_pages import layout_of
 
 from raydix.actors.memory.pinned_memory import PinnedMemory
 from raydix.cache_core import KVPool, PoolLayout, RecordLayout, RecordPool
@@ -47,7 +48,7 @@ class Tiers:
         pool = RecordPool(layout, device) if isinstance(layout, RecordLayout) else KVPool(layout, device)
         pool.storage.fill_(1)
         records = PageRecords(pool)
-        below = RecordPool(records.layout(layout.num_slots))
+        below = RecordPool(layout_of(records, layout.num_slots))
         below.storage.fill_(1)
         self.pinned = PinnedMemory(below.storage) if device.type == "cuda" else None
         if self.pinned is not None:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from raydix.actors import LocalPrefixCache, PrefixCacheClient, shutdown_cache, start_cache
 from raydix.actors.tiers.copier import Copier
+from raydix.actors.tiers.job_threads import JobThreads
 from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies
 from raydix.schemas import CacheConfig, EvictionConfig, HostConfig, PoolConfig
 
@@ -320,9 +321,11 @@ async def answers(num_loads: int) -> Figure:
         tiers = cache.service.host
         assert tiers is not None
 
+        threads = JobThreads("copier", 1)
+
         def make_copier(copies: PageCopies) -> Copier:
             noted.append(NotedCopies(copies))
-            return Copier(noted[0])  # type: ignore[arg-type]  # it has the same methods
+            return Copier(noted[0], threads)  # type: ignore[arg-type]  # it has the same methods
 
         tiers.make_copier = make_copier  # type: ignore[method-assign]
         await _until_ready(cache)

@@ -15,6 +15,7 @@ from support.tiers.pool_pages import (
     check_random_plans,
     contents,
     copied,
+    layout_of,
     random_plan,
     random_pool,
 )
@@ -23,7 +24,7 @@ from support.waiting import wait_until
 from raydix.actors.memory import pinned_memory
 from raydix.actors.tiers.copier import Copier
 from raydix.actors.tiers.host.host_memory import HostMemory
-from raydix.actors.tiers.job_threads import Ended
+from raydix.actors.tiers.job_threads import Ended, JobThreads
 from raydix.cache_core import RecordLayout, RecordPool
 from raydix.cache_core.pool import record_copies
 from raydix.cache_core.tiers import page_records
@@ -49,7 +50,7 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     for module in (pinned_memory, record_copies):
         monkeypatch.setattr(module, "PIECE_BYTES", request.param)
     pool = random_pool(LAYOUTS["mixed"], torch.bfloat16, device="cuda")
-    made = HostMemory(PageRecords(pool).layout(4096, 64, 8), "e" * 32, pin=True)
+    made = HostMemory(layout_of(PageRecords(pool), 4096, 64, 8), "e" * 32, pin=True)
     wait_until(lambda: made.pinned)
     yield made
     made.close()
@@ -59,7 +60,8 @@ async def test_a_copier_writes_to_registered_memory_and_loads_from_it(memory: Ho
     below = memory.pool
     assert below is not None and below.pages.is_pinned()
     pool, rng = random_pool(LAYOUTS["mixed"], torch.bfloat16, device="cuda"), random.Random(0)
-    copier = Copier(PageCopies(pool, below), chunk_bytes=500)
+    threads = JobThreads("copier", 1)
+    copier = Copier(PageCopies(pool, below), threads, chunk_bytes=500)
     for number in range(20):
         plan, down = random_plan(rng, pool, below), number % 2 == 0
         source, target = (pool, below) if down else (below, pool)
@@ -81,7 +83,7 @@ async def test_a_load_is_reported_when_every_stream_sees_it(waits: bool, monkeyp
         return find_runs(*arguments)
 
     pool = random_pool(LAYOUTS["attention"], torch.bfloat16, device="cuda")
-    layout = PageRecords(pool).layout(48)
+    layout = layout_of(PageRecords(pool), 48)
     storage = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)  # others' transfers may wait
     below = random_pool(layout, storage=storage)
     assert isinstance(below, RecordPool)
@@ -94,7 +96,8 @@ async def test_a_load_is_reported_when_every_stream_sees_it(waits: bool, monkeyp
     monkeypatch.setattr(record_copies, "find_runs", slow)
     if not waits:
         monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda stream: None)
-    copier, ended = Copier(copies), asyncio.get_running_loop().create_future()
+    threads = JobThreads("copier", 1)
+    copier, ended = Copier(copies, threads), asyncio.get_running_loop().create_future()
 
     copier.load(plan, ended.set_result)
     await ended

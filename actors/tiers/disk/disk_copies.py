@@ -12,7 +12,7 @@ import torch
 from raydix.actors.tiers.disk.disk_errors import DiskError
 from raydix.actors.tiers.disk.disk_store import DiskStore
 from raydix.actors.tiers.disk.record_file import aligned_bytes
-from raydix.actors.tiers.job_threads import JobThreads
+from raydix.actors.tiers.job_threads import Help
 from raydix.cache_core import KVPool, RecordPool
 from raydix.cache_core.tiers.page_records import CHUNK_BYTES, KINDS, Chunk, CopyPlan, Kind, PageRecords
 from raydix.cache_core.tiers.record_keeper import Numbers
@@ -30,13 +30,13 @@ class DiskCopies:
     Args:
         pool: the pool of the upper tier.
         store: of the disk tier, with records of the pool's sizes.
-        threads: those that load; None: no second thread shares a load.
+        have_help: has another thread work, as `JobThreads.help`; None: no second thread shares a load.
 
     Raises:
         ValueError: the records of the pool and of the store differ in size.
     """
 
-    def __init__(self, pool: KVPool | RecordPool, store: DiskStore, threads: JobThreads | None = None) -> None:
+    def __init__(self, pool: KVPool | RecordPool, store: DiskStore, have_help: Help | None = None) -> None:
         self._pool, self._upper = pool, PageRecords(pool)
         self._sizes: dict[Kind, int] = {kind: self._upper.num_bytes(kind) for kind in KINDS}
         found = {kind: file.record_bytes for kind, file in store.files.items()}
@@ -45,7 +45,7 @@ class DiskCopies:
             raise ValueError(f"store must have records of the pool's sizes in bytes, {wanted}, not {found}")
         self._step = {kind: max(1, PART_BYTES // file.stride) for kind, file in store.files.items()}
         self._store = store
-        self._threads = threads
+        self._have_help = have_help
         self._lanes: deque[_Lane] = deque()  # buffers that no thread uses
         self._is_closed = False
 
@@ -65,8 +65,8 @@ class DiskCopies:
             if kind in self._step:
                 parts += self._parts(kind, upper, lower)
         others = []
-        if self._threads is not None and len(parts) > 1:
-            others.append(self._threads.help(partial(self._share, parts)))
+        if self._have_help is not None and len(parts) > 1:
+            others.append(self._have_help(partial(self._share, parts)))
         errors = [self._share(parts), *[other.result() for other in others if not other.cancel()]]
         for error in errors:
             if error is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,8 @@ from raydix.cache_core import KVPool, RecordLayout, RecordPool
 from raydix.schemas import DiskConfig
 
 logger = logging.getLogger(__name__)
+
+READY, CLOSED = "ready", "closed"
 
 
 class DiskFiles:
@@ -39,6 +41,8 @@ class DiskFiles:
         store: None before it is open.
         on_error: called with each error of `do`.
         is_closed: nothing is opened any more.
+        state: "ready", "opening", "reading", "closed", "locked by pid N" or "failed: ...".
+        tasks: that are running.
     """
 
     def __init__(
@@ -61,11 +65,24 @@ class DiskFiles:
         self.store: DiskStore | None = None
         self.on_error: Callable[[Exception], object] = lambda error: None
         self.is_closed = False
+        self.state = "opening"
+        self.tasks: set[asyncio.Task[None]] = set()
         self._config = config
         self._name = name
         self._layout = layout
         self._first = first
         self._clock = clock
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can use the disk."""
+        return self.state == READY and not self.is_closed
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work in the background until the disk is closed."""
+        task = asyncio.get_running_loop().create_task(work, name="raydix-disk")
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     async def open(self) -> None:
         """Open the files in a thread, unless they are open.

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from raydix.actors.tiers.disk import disk_errors
 from raydix.actors.tiers.disk.disk_errors import DiskError, FolderInUse, IndexDamaged, index_values
-from raydix.actors.tiers.disk.disk_files import DiskFiles
+from raydix.actors.tiers.disk.disk_files import CLOSED, READY, DiskFiles
 from raydix.actors.tiers.disk.disk_folder import PREDECESSOR_S
 from raydix.actors.tiers.disk.disk_store import DiskStore
-from raydix.actors.tiers.disk.row_deletions import delete_rows
 from raydix.actors.tiers.disk.space_bindings import SpaceBindings
 from raydix.actors.tiers.disk.space_deletions import SpaceDeletions
 from raydix.cache_core import KVCache
@@ -30,7 +28,6 @@ from raydix.schemas import CacheUnavailable
 
 logger = logging.getLogger(__name__)
 
-READY, CLOSED = "ready", "closed"
 _RECORDS_AT_ONCE = 2048  # rows of which one task reads the records: 2 ms of the loop, if each has a space
 
 
@@ -44,10 +41,6 @@ class DiskOpening:
         opened: called when the files are open, before the index is read.
         ready: called when requests can use the disk, and again when it has a new index.
         in_use: the folder, which another process has; None: it has not.
-
-    Attributes:
-        state: "ready", "opening", "reading", "closed", "locked by pid N" or "failed: ...".
-        tasks: that are running.
     """
 
     def __init__(
@@ -61,8 +54,6 @@ class DiskOpening:
         ready: Callable[[], object],
         in_use: FolderInUse | None,
     ) -> None:
-        self.state = "opening" if in_use is None else _in_use(in_use)
-        self.tasks: set[asyncio.Task[None]] = set()
         self._files = files
         self._cache = cache
         self._spaces = spaces
@@ -72,29 +63,25 @@ class DiskOpening:
         self._ready = ready
         self._is_begun = False
         files.on_error = self.note_error
+        if in_use is not None:
+            files.state = _in_use(in_use)
 
     def start(self) -> None:
         """Open the disk in the background; no effect if that has begun. Call it on the running loop."""
         if not self._is_begun and not self._files.is_closed:
             self._is_begun = True
-            self.run(self._open())
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do work in the background until the disk is closed."""
-        task = asyncio.get_running_loop().create_task(work, name="raydix-disk")
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+            self._files.run(self._open())
 
     async def _open(self) -> None:
         """Open the disk, and read its rows. Try again while another process has it."""
         try:
             while (in_use := await self._open_files()) is not None:
-                if self.state != (state := _in_use(in_use)):
-                    self.state = state
+                if self._files.state != (state := _in_use(in_use)):
+                    self._files.state = state
                     logger.warning("the cache serves without its disk: %s; it goes on trying", in_use)
                 await asyncio.sleep(PREDECESSOR_S)
             self._opened()
-            self.state = "reading"
+            self._files.state = "reading"
             await self._read()
         except (CacheUnavailable, DiskError) as error:
             self._fail(error)
@@ -111,7 +98,7 @@ class DiskOpening:
         return None
 
     def _fail(self, error: Exception) -> None:
-        self.state = f"failed: {error}"
+        self._files.state = f"failed: {error}"
         self._bindings.settle()
         logger.warning("the cache serves without its disk: %s", error)
 
@@ -124,7 +111,7 @@ class DiskOpening:
         except IndexDamaged as error:
             await self._renew_index(error)
         self._spaces.end_reading()
-        self.state = READY
+        self._files.state = READY
         self._deletions.clean()
         self._bindings.bind()
         self._bindings.settle()
@@ -146,7 +133,7 @@ class DiskOpening:
         """Delete rows that name no record of this disk, such as one beyond its end."""
         try:
             if refused:
-                await self._files.do(partial(delete_rows, removed=refused))
+                await self._files.do(lambda store: store.index.commit(removed=refused))
         except IndexDamaged:
             raise
         except DiskError as error:  # the next start meets them again
@@ -156,15 +143,15 @@ class DiskOpening:
 
     def note_error(self, error: Exception | None) -> None:
         """Replace the index if an error of the disk's work says that it is damaged."""
-        if isinstance(error, IndexDamaged) and self.state == READY and not self._files.is_closed:
-            self.state = "reading"
-            self.run(self._serve_without_pages(error))
+        if isinstance(error, IndexDamaged) and self._files.is_ready:
+            self._files.state = "reading"
+            self._files.run(self._serve_without_pages(error))
 
     async def _serve_without_pages(self, error: IndexDamaged) -> None:
         """Lose all pages of the disk, as its index is damaged, and begin with a new one."""
         self._cache.retire(lambda namespace: True)
         await self._renew_index(error)
-        self.state = READY
+        self._files.state = READY
         self._bindings.bind()
         self._ready()
 
@@ -176,20 +163,20 @@ class DiskOpening:
                 await self._files.do(DiskStore.renew_index)
                 break
             except DiskError as failure:
-                if self.state != (state := f"failed: {failure}"):
-                    self.state = state
+                if self._files.state != (state := f"failed: {failure}"):
+                    self._files.state = state
                     logger.warning("the cache serves without its disk: %s; it goes on trying", failure)
                 await asyncio.sleep(disk_errors.RETRY_S)
-        self.state = "reading"
+        self._files.state = "reading"
         self._spaces.lose_all()
         assert self._files.writer is not None
         self._deletions.forget(self._files.writer)
 
     def close(self) -> None:
         """End the work in the background."""
-        self.state = CLOSED
+        self._files.state = CLOSED
         self._bindings.settle()
-        for task in self.tasks:
+        for task in self._files.tasks:
             if not task.get_loop().is_closed():  # else it does not go on
                 task.cancel()
 

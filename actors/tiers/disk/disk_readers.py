@@ -52,28 +52,13 @@ class DiskReaders:
     def open(self, pool: KVPool | RecordPool, store: DiskStore, threads: JobThreads) -> float:
         """Load with these threads; return the bytes that they read for a token."""
         self._store = store
-        self._copies = DiskCopies(pool, store, threads)
+        self._copies = DiskCopies(pool, store, threads.help)
         self.copier = self.make_copier(self._copies, threads)
         return sum(file.stride for kind, file in store.files.items() if kind != "state") / pool.layout.page_size
 
     def make_copier(self, copies: DiskCopies, threads: JobThreads) -> Copier:
         """Return a copier, which `close` closes."""
-        return Copier(copies, threads=threads, num_loads=NUM_LOADS, clock=self._clock)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that were read."""
-        return 0 if self.copier is None else self.copier.counts(loads=True).num_bytes
-
-    @property
-    def seconds(self) -> float:
-        """The time of these reads; of two at the same time, both count."""
-        return 0.0 if self.copier is None else self.copier.counts(loads=True).seconds
-
-    @property
-    def queued_bytes(self) -> int:
-        """The bytes that are still to be read."""
-        return 0 if self.copier is None else self.copier.queued_bytes(loads=True)
+        return Copier(copies, threads, num_loads=NUM_LOADS, clock=self._clock)
 
     @property
     def error_s(self) -> float | None:

@@ -14,10 +14,11 @@ from functools import partial
 from time import monotonic
 
 from raydix.actors.memory.pool_shapes import layout_below
+from raydix.actors.tiers.copier import CopyCounts
 from raydix.actors.tiers.disk.disk_errors import FolderInUse
-from raydix.actors.tiers.disk.disk_files import DiskFiles
+from raydix.actors.tiers.disk.disk_files import READY, DiskFiles
 from raydix.actors.tiers.disk.disk_layout import index_layout, record_bytes
-from raydix.actors.tiers.disk.disk_opening import READY, DiskOpening
+from raydix.actors.tiers.disk.disk_opening import DiskOpening
 from raydix.actors.tiers.disk.disk_readers import DiskReaders
 from raydix.actors.tiers.disk.disk_store import DiskStore
 from raydix.actors.tiers.disk.disk_work import DiskWork, Why
@@ -30,12 +31,12 @@ from raydix.actors.tiers.disk.record_file import stride_of
 from raydix.actors.tiers.disk.row_deletions import RowDeletions
 from raydix.actors.tiers.disk.space_bindings import SpaceBindings
 from raydix.actors.tiers.disk.space_deletions import SpaceDeletions
+from raydix.actors.tiers.disk.unbound_namespaces import UnboundNamespaces
 from raydix.actors.tiers.job_threads import Ended
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.actors.tiers.tier_stats import disk_pools, move_stats, without_zeros
 from raydix.cache_core import KVCache, RadixKey
-from raydix.cache_core.leases.lease_table import TIERS, LeaseRecord
 from raydix.cache_core.leases.request_observer import RequestObserver
 from raydix.cache_core.tiers.disk_spaces import DiskSpaces, Models
 from raydix.cache_core.tiers.loads import Filled, Loads
@@ -54,10 +55,10 @@ logger = logging.getLogger(__name__)
 STALLED = "stalled"
 
 
-class DiskTier:
+class DiskTier(RequestObserver):
     """The disk tier of one cache with tensors.
 
-    It observes the caches: the first tier's for uses, the disk's own for retirements.
+    It observes the disk's own cache for retirements; its parts observe the first tier's.
 
     Args:
         config: of the cache; it has `disk`.
@@ -80,6 +81,7 @@ class DiskTier:
         work: the disk's own work.
         writes: to the disk.
         uses: counts the uses of pages; None: all that leaves memory is written.
+        unbound: namespaces of which nothing is kept.
         loads: from the disk to the first tier.
         readers: of the loads.
         may_begin: returns whether writes and prefetches may begin, as no request needs the slots. Call `wake` when it
@@ -118,8 +120,9 @@ class DiskTier:
         reserve = int(max(self.config.reserve, 1 - low_watermark) * sources[-1].tier.cache.num_slots)
         if self.config.admit != "all":
             reserve = 0
-        self.writes = DiskWrites(sources, self.all_writes, self.keepers, LastDay(clock), reserve)
-        buffer_bytes = max(BUFFER_BYTES, self.writes.set_sizes(record_bytes(layout)))
+        self.writes = DiskWrites(sources, self.all_writes, self.keepers, strides, LastDay(clock), reserve)
+        # The largest move that is not divided must fit.
+        buffer_bytes = max(BUFFER_BYTES, (self.writes.window_pages + 1) * page_bytes + strides.get("state", 0))
         in_use = opened if isinstance(opened, FolderInUse) else None
         first = opened if isinstance(opened, DiskStore) else None
         self.files = DiskFiles(
@@ -129,11 +132,9 @@ class DiskTier:
             self.spaces,
             models_of,
             cache.page_size,
-            self.files.do_surely,
-            lambda task: self.opening.run(task),
+            self.files,
             lambda: self.work.wake(Why.BUILD),
             lambda error: self.work.note_error(error),
-            lambda: self.opening.state,
         )
         self.readers = DiskReaders(clock)
         self.loads = TierLoads(
@@ -141,7 +142,7 @@ class DiskTier:
             self.config.load_timeout_s,
             self._finish_load,
             lambda: self.work.end_load(),
-            self._may_load,
+            lambda: self.readers.copier is not None and not self.files.is_closed,
             lambda: self.may_begin(),
             may_stall=True,
             clock=clock,
@@ -159,7 +160,6 @@ class DiskTier:
             self.bindings,
             self.writes,
             self.loads,
-            lambda: self.opening.state == READY and not self.files.is_closed,
             lambda: self.may_begin(),
             on_change,
             on_load,
@@ -175,8 +175,9 @@ class DiskTier:
     def _observe(self, sources: Sequence[Source]) -> None:
         """Count uses, and see retirements."""
         first, lowest = sources[0].tier.cache, self.all_writes[-1]
-        self.tier.cache.observers.append(_Retirements(self))
-        first.observers.append(_Changes(self))
+        self.tier.cache.observers.append(self)
+        self.unbound = UnboundNamespaces(self.bindings.has_models)
+        first.observers.append(self.unbound)
         self.uses: UseCounter | None = None
         if self.config.admit == "second_use":
             slots = sum(tier.cache.num_slots for tier in (*(source.tier for source in sources), self.tier))
@@ -184,6 +185,7 @@ class DiskTier:
             self.uses = UseCounter(first, second_use, self.bindings.has_models, self._offer)
             first.observers.append(self.uses)
         else:
+            first.observers.append(self.work)
             lowest.is_kept = self.bindings.is_ready
             lowest.upper.cache.watch_victims(lowest.count_dropped)
 
@@ -195,8 +197,8 @@ class DiskTier:
 
     @property
     def state(self) -> str:
-        """The tier's state: "stalled", or that of `DiskOpening`."""
-        return STALLED if self.opening.state == READY and self.loads.is_stalled else self.opening.state
+        """The tier's state: "stalled", or that of `DiskFiles`."""
+        return STALLED if self.files.state == READY and self.loads.is_stalled else self.files.state
 
     @property
     def needs_threads(self) -> bool:
@@ -208,16 +210,13 @@ class DiskTier:
         """Whether the disk goes on when the loop runs: it opens, or something is to be read, written or deleted."""
         if self.files.is_closed:
             return False
-        is_working = self.work.is_scheduled or self.opening.tasks or self.loads.has_any
+        is_working = self.work.is_scheduled or self.files.tasks or self.loads.has_any
         return bool(is_working) or not self.writes.is_idle
 
-    def stats(self, num_unbound: int = 0) -> DiskTierStats:
-        """Return the statistics.
-
-        Args:
-            num_unbound: namespaces without models in which pages were published.
-        """
-        cache, writes = self.tier.cache, self.writes.counts
+    def stats(self) -> DiskTierStats:
+        """Return the statistics."""
+        cache, writes, copier = self.tier.cache, self.writes.counts, self.readers.copier
+        loads = CopyCounts() if copier is None else copier.counts(loads=True)
         dropped = {"queue_full": writes.due_dropped, "left_memory": writes.due_gone, "no_room": writes.no_room}
         return DiskTierStats(
             state=self.state,
@@ -225,7 +224,7 @@ class DiskTier:
             **disk_pools(cache, self.keepers),
             **move_stats(self.loads.moves, self.all_writes),
             num_spaces=len(self.spaces),
-            unbound_namespaces=num_unbound,
+            unbound_namespaces=self.unbound.count(),
             due_prefixes=self.writes.num_due,
             pages_used=0 if self.uses is None else self.uses.num_uses,
             pages_refused=0 if self.uses is None else self.uses.num_first_uses,
@@ -235,9 +234,9 @@ class DiskTier:
             written_bytes=writes.num_bytes,
             written_bytes_day=self.writes.last_day.total,
             loads_in_flight=len(self.loads.moves.in_flight),
-            loaded_bytes=self.readers.num_bytes,
-            load_s=self.readers.seconds,
-            queued_bytes=self.readers.queued_bytes,
+            loaded_bytes=loads.num_bytes,
+            load_s=loads.seconds,
+            queued_bytes=0 if copier is None else copier.queued_bytes(loads=True),
             loads_late=self.loads.num_late,
             stalls=self.loads.num_stalls,
             damaged_records=self.readers.num_damaged,
@@ -271,23 +270,6 @@ class DiskTier:
         self.wake()
         self.work.end_deletion()
 
-    # ---------------------------------------------------------------- models
-
-    def bind(self, lora_id: str | None = None) -> None:
-        """Let pages be found of models that have been bound: see `SpaceBindings.bind`."""
-        self.bindings.bind(lora_id)
-
-    def built(self) -> asyncio.Future[None] | None:
-        """Return the future that ends when they can be found: see `SpaceBindings.built`."""
-        return self.bindings.built()
-
-    # ---------------------------------------------------------------- the disk's own work
-
-    def note_change(self) -> None:
-        """Look at the reserve of the lowest tier in memory soon, as pages were published or unlocked."""
-        if self.config.admit == "all":
-            self.work.wake(Why.DUE)
-
     def wake(self) -> None:
         """Do all of the disk's work soon."""
         self.work.wake()
@@ -306,10 +288,6 @@ class DiskTier:
     def after_writes(self, resume: Callable[[], object]) -> None:
         """Call `resume` once, when no page of the pool is locked by a write any more."""
         self.writes.after_writes(resume)
-
-    def _may_load(self) -> bool:
-        """Return whether loads may begin."""
-        return self.readers.copier is not None and not self.files.is_closed
 
     def _finish_load(self, batch: MoveBatch, copied: Ended) -> tuple[Filled, bool]:
         """End the only move of a batch; return its result, and whether all of it was read."""
@@ -336,7 +314,7 @@ class DiskTier:
 
     # ---------------------------------------------------------------- retirements
 
-    def retire(self, is_meant: Callable[[str | None], bool]) -> None:
+    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
         """Delete the spaces of namespaces, which the disk's cache is about to retire: see `deletions.future`."""
         self.writes.forget(is_meant)
         self.deletions.retire(partial(_is_meant_or_damaged, is_meant), self.spaces.retire)
@@ -351,7 +329,7 @@ class DiskTier:
 
     async def flush(self, timeout_s: float) -> bool:
         """Write all that is due, without a limit of the rate; return whether it was done within the time."""
-        if self.opening.state != READY or self.files.writer is None:
+        if self.files.state != READY or self.files.writer is None:
             return self.writes.is_idle
         self.files.writer.end_limit()
         deadline = monotonic() + timeout_s
@@ -387,34 +365,6 @@ class DiskTier:
             keeper.check_invariants()
         self.work.leaving.check_invariants()
         self.bindings.check_invariants()
-
-
-class _Retirements(RequestObserver):
-    """Observes the disk's cache."""
-
-    def __init__(self, disk: DiskTier) -> None:
-        self._disk = disk
-
-    def retired(self, is_meant: Callable[[str | None], bool]) -> None:
-        """Delete the spaces before the cache retires their namespaces."""
-        self._disk.retire(is_meant)
-
-
-class _Changes(RequestObserver):
-    """Observes the first tier's cache."""
-
-    def __init__(self, disk: DiskTier) -> None:
-        self._disk = disk
-
-    def published(self, lease: LeaseRecord) -> None:
-        """Look at the pool's reserve, and at the models of the lease's namespace."""
-        self._disk.note_change()
-        if lease.session_id != TIERS:
-            self._disk.bindings.note_published(lease.key.extra_key)
-
-    def ended(self, lease: LeaseRecord) -> None:
-        """Look at the pool's reserve."""
-        self._disk.note_change()
 
 
 def _sizes_of(cache: KVCache) -> tuple[int, int]:

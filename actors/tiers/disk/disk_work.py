@@ -14,6 +14,8 @@ from raydix.actors.tiers.disk.free_records import FreeRecords
 from raydix.actors.tiers.disk.row_deletions import RowDeletions
 from raydix.actors.tiers.disk.space_bindings import SpaceBindings
 from raydix.actors.tiers.tier_loads import TierLoads
+from raydix.cache_core.leases.lease_table import LeaseRecord
+from raydix.cache_core.leases.request_observer import RequestObserver
 
 
 class Why(Flag):
@@ -31,13 +33,14 @@ ALL = ~NOTHING
 WRITE = Why.FREE | Why.DELETE | Why.BEGIN
 
 
-class DiskWork:
+class DiskWork(RequestObserver):
     """Builds trees, evicts, deletes rows and begins writes, a slice of about 1 ms at a time.
+
+    Where all that leaves memory is written, it observes the first tier's cache.
 
     Args:
         files: of the tier.
         bindings, writes, loads: of the tier.
-        is_ready: returns whether the disk is ready.
         may_begin: returns whether writes may begin, as no request needs the slots.
         on_change, on_load: called when writes, or rows or spaces that were deleted, or when a load has ended.
         clock: seconds.
@@ -58,7 +61,6 @@ class DiskWork:
         bindings: SpaceBindings,
         writes: DiskWrites,
         loads: TierLoads,
-        is_ready: Callable[[], bool],
         may_begin: Callable[[], bool],
         on_change: Callable[[], object],
         on_load: Callable[[], object],
@@ -74,7 +76,6 @@ class DiskWork:
         self._bindings = bindings
         self._writes = writes
         self._loads = loads
-        self._is_ready = is_ready
         self._may_begin = may_begin
         self._on_change = on_change
         self._on_load = on_load
@@ -86,14 +87,14 @@ class DiskWork:
     def wake(self, why: Why = ALL) -> None:
         """Run a slice soon."""
         self._why |= why
-        if self._why and not self.is_scheduled and self._is_ready():
+        if self._why and not self.is_scheduled and self._files.is_ready:
             self.is_scheduled = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         self.is_scheduled = False
         is_loading = self._loads.has_any and not self._loads.is_stalled
-        if self._is_ready() and not (is_loading and self._why is Why.DUE):
+        if self._files.is_ready and not (is_loading and self._why is Why.DUE):
             why, self._why = self._why, NOTHING
             self.run_slice(why)
 
@@ -139,6 +140,14 @@ class DiskWork:
         self.wake(WRITE)
 
     # ---------------------------------------------------------------- ends
+
+    def published(self, lease: LeaseRecord) -> None:
+        """Look at the reserve of the lowest tier in memory soon, as pages were published."""
+        self.wake(Why.DUE)
+
+    def ended(self, lease: LeaseRecord) -> None:
+        """Look at the reserve of the lowest tier in memory soon, as pages were unlocked."""
+        self.wake(Why.DUE)
 
     def note_free(self) -> None:
         """Begin the next write, as a buffer is free."""

@@ -13,7 +13,6 @@ import numpy as np
 from raydix.actors.tiers.disk.disk_writer import DiskWriter, Records, Write
 from raydix.actors.tiers.disk.due_prefixes import DuePrefixes
 from raydix.actors.tiers.disk.last_day import LastDay
-from raydix.actors.tiers.disk.record_file import stride_of
 from raydix.actors.tiers.disk.space_bindings import SpaceBindings
 from raydix.actors.tiers.job_threads import Ended
 from raydix.cache_core import KVPool, RadixKey, RecordPool
@@ -88,6 +87,7 @@ class DiskWrites:
         sources: the tiers in memory, the pool first.
         all_writes: from each of them to the disk.
         keepers: of the disk's records.
+        strides: bytes that a record of each kind takes, with its padding.
         last_day: sums the bytes of a day.
         reserve: slots of the last source that are to be on the disk or free; 0: only what is due is written.
     """
@@ -97,8 +97,9 @@ class DiskWrites:
         sources: Sequence[Source],
         all_writes: Sequence[Writes],
         keepers: Mapping[Kind, RecordKeeper],
+        strides: Mapping[Kind, int],
         last_day: LastDay,
-        reserve: int = 0,
+        reserve: int,
     ) -> None:
         self.counts = DiskWriteCounts()
         self.last_day = last_day
@@ -116,7 +117,7 @@ class DiskWrites:
         self._batches: set[_Batch] = set()
         self._after_writes: list[Callable[[], object]] = []
         self._records: dict[Tier, PageRecords] = {}
-        self._strides: dict[Kind, int] = {}
+        self._strides = strides
         self.on_end: Callable[[Exception | None], object] = lambda error: None
 
     # ---------------------------------------------------------------- prefixes that are due
@@ -173,16 +174,6 @@ class DiskWrites:
 
     # ---------------------------------------------------------------- writes
 
-    def set_sizes(self, record_bytes: Mapping[Kind, int]) -> int:
-        """Note the sizes of records; return the bytes that a buffer needs for the largest move that is not divided.
-
-        Args:
-            record_bytes: of a record of each kind that there is.
-        """
-        self._strides = {kind: stride_of(num_bytes) for kind, num_bytes in record_bytes.items()}
-        page_bytes = self._strides.get("full", 0) + self._strides.get("swa", 0)
-        return (self.window_pages + 1) * page_bytes + self._strides.get("state", 0)
-
     @property
     def window_pages(self) -> int:
         """The pages of which the window KV is written together; 0: there is no window."""
@@ -210,24 +201,14 @@ class DiskWrites:
         most = min(MOST_PAGES, self._all_writes[-1].batch_pages) + self.window_pages
         wanted: dict[Kind, int] = {"full": most, "swa": most, "state": 1}
         return any(
-            keeper.num_leaving and self._num_free(kind) < min(wanted[kind], max(1, keeper.num_records // 2))
+            keeper.num_leaving and keeper.num_free < min(wanted[kind], max(1, keeper.num_records // 2))
             for kind, keeper in self._keepers.items()
         )
 
     def _has_room(self) -> bool:
         """Whether the disk has free records for a prefix."""
         wanted: dict[Kind, int] = {"full": 1, "swa": self.window_pages, "state": 1}
-        return all(self._num_free(kind) >= wanted[kind] for kind in self._keepers)
-
-    def _num_free(self, kind: Kind) -> int:
-        """Return the free records of a kind on the disk."""
-        cache = self._all_writes[0].lower.cache
-        swa, states = cache.allocator.swa, cache.pools.states
-        if kind == "state":
-            return 0 if states is None else states.available_size()
-        if kind == "swa":
-            return 0 if swa is None else swa.available_size() // self._page
-        return cache.free_slots // self._page
+        return all(keeper.num_free >= wanted[kind] for kind, keeper in self._keepers.items())
 
     def _next_batch(self, buffer_bytes: int, spaces: SpaceBindings) -> _Batch | None:
         """Plan the moves of a batch, all from one tier; None: nothing is to be written, or this slice finds nothing."""

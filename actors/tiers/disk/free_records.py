@@ -50,30 +50,22 @@ class FreeRecords:
 
     def evict(self) -> bool:
         """Evict so that the next writes find records: dormant ones first. Return whether this slice has left some."""
-        cache, page = self._cache, self._cache.page_size
-        most, before = _EVICTED_AT_ONCE * page, self.num_leaving
-        missing = [self._missing("full", cache.free_slots)]
-        if missing[-1] > 0:
-            pages = -(-min(missing[-1], most) // page)
-            left = pages - self._spaces.drop_dormant(pages)
-            if left > 0:
-                cache.evict(left * page, "watermark")
-        if (swa := cache.allocator.swa) is not None:
-            missing.append(self._missing("swa", swa.available_size()))
-            if missing[-1] > 0:
-                cache.evict_window(min(missing[-1], most))
-        if (states := cache.pools.states) is not None:
-            missing.append(self._missing("state", states.available_size()) * page)
-            if missing[-1] > 0:
-                cache.evict_states(min(missing[-1], most) // page)
-        self.is_short = max(missing) > 0
+        most_missing, before = 0, self.num_leaving
+        for kind, keeper in self._keepers.items():
+            batch = 1 if kind == "state" else self._batch
+            goal = max(int(_FREE_SHARE * keeper.num_records), min(batch, keeper.num_records // 2), 1)
+            missing = goal - keeper.num_leaving - keeper.num_free
+            if missing > 0:
+                self._evict(kind, min(missing, _EVICTED_AT_ONCE))
+            most_missing = max(most_missing, missing)
+        self.is_short = most_missing > 0
         # Nothing more is evicted while all is locked: the end of a load wakes the disk.
-        return self.num_leaving > before and max(missing) > most
+        return self.num_leaving > before and most_missing > _EVICTED_AT_ONCE
 
-    def _missing(self, kind: Kind, num_free: int) -> int:
-        """Return how many slots of a kind are to be evicted."""
-        keeper = self._keepers[kind]
-        step = 1 if kind == "state" else self._cache.page_size
-        batch = 1 if kind == "state" else self._batch
-        goal = max(int(_FREE_SHARE * keeper.num_records), min(batch, keeper.num_records // 2), 1)
-        return (goal - keeper.num_leaving) * step - num_free
+    def _evict(self, kind: Kind, num_records: int) -> None:
+        if kind == "state":
+            self._cache.evict_states(num_records)
+        elif kind == "swa":
+            self._cache.evict_window(num_records * self._cache.page_size)
+        elif (left := num_records - self._spaces.drop_dormant(num_records)) > 0:
+            self._cache.evict(left * self._cache.page_size, "watermark")

@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from raydix.actors.tiers.disk import disk_errors
-from raydix.actors.tiers.disk.disk_store import DiskStore
 from raydix.actors.tiers.disk.disk_writer import DiskWriter
 from raydix.actors.tiers.job_threads import Ended
-from raydix.cache_core.tiers.index_row import IndexRow
 from raydix.cache_core.tiers.page_records import Kind
 from raydix.cache_core.tiers.record_keeper import Numbers, RecordKeeper
 
@@ -55,7 +53,7 @@ class RowDeletions:
             numbers = numbers[:_DELETED_AT_ONCE]
         removed = [(kind, number) for number in numbers.tolist()]
         self._is_committing = True
-        writer.submit(partial(delete_rows, removed=removed), partial(self._end, kind, numbers))
+        writer.submit(lambda store: store.index.commit(removed=removed), partial(self._end, kind, numbers))
 
     def _end(self, kind: Kind, numbers: Numbers, done: Ended) -> None:
         self._is_committing = False
@@ -73,8 +71,3 @@ class RowDeletions:
         for kind, keeper in self._keepers.items():
             waiting = sum(len(numbers) for name, numbers in self._waiting if name == kind)
             assert waiting <= keeper.num_leaving, f"{waiting} rows of kind {kind} are to be deleted"
-
-
-def delete_rows(store: DiskStore, *, removed: list[tuple[Kind, int]]) -> list[IndexRow]:
-    """Delete rows from the index, in one commit."""
-    return store.index.commit(removed=removed)

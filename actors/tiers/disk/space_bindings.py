@@ -7,15 +7,14 @@ with its last row. No binding of a model deletes one.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import time
-from typing import Any
 
 from raydix.actors.tiers.disk.disk_errors import DiskError, IndexDamaged, index_values
+from raydix.actors.tiers.disk.disk_files import DiskFiles
 from raydix.actors.tiers.disk.disk_index import Space
 from raydix.actors.tiers.disk.disk_store import DiskStore
 from raydix.actors.tiers.disk.disk_writer import DiskWriter
@@ -24,12 +23,7 @@ from raydix.cache_core import RadixKey
 from raydix.cache_core.tiers.disk_spaces import DiskSpace, DiskSpaces, Models
 from raydix.cache_core.tiers.index_row import FIRST, IndexRow, RowPlace
 from raydix.cache_core.tiers.row_runs import RowRun, RowRuns
-from raydix.schemas import frame_namespace, unframe_namespace
-from raydix.schemas.shown import brief
-
-logger = logging.getLogger(__name__)
-
-Task = Callable[[DiskStore], Any]
+from raydix.schemas import frame_namespace
 
 _LOOKED_AT_ONCE = 128  # dormant spaces that one slice compares with the bound models: 0.5 ms
 _BUILT_AT_ONCE = 32  # pages that one slice puts into the tree: about 1 ms
@@ -58,12 +52,9 @@ class SpaceBindings:
         models_of: returns the models that compute the KV of a namespace now: the fingerprints of the base and of the
             adapter, and the label of the weights; None: none are bound.
         page_size: tokens of a page.
-        do: does work in the writer's thread until the disk does not fail, and returns its result. It raises
-            IndexDamaged.
-        run: runs a task of the tier.
+        files: of the tier.
         on_change: called when there is work for a slice.
         on_error: called with an error of a commit.
-        state: returns the tier's state.
     """
 
     def __init__(
@@ -71,43 +62,28 @@ class SpaceBindings:
         spaces: DiskSpaces,
         models_of: Callable[[str | None], Models | None],
         page_size: int,
-        do: Callable[[Task], Awaitable[Any]],
-        run: Callable[[Coroutine[Any, Any, None]], object],
+        files: DiskFiles,
         on_change: Callable[[], object],
         on_error: Callable[[Exception], object],
-        state: Callable[[], str],
     ) -> None:
         self._spaces = spaces
         self._models_of = models_of
         self._page = page_size
-        self._do = do
-        self._run = run
+        self._files = files
         self._on_change = on_change
         self._on_error = on_error
-        self._state = state
         self._last_number = 0  # of a space
         self._to_look: deque[DiskSpace] = deque()  # dormant spaces of which the models may be bound
         self._to_feed: deque[DiskSpace] = deque()
         self._is_feeding = False
         self._new: list[DiskSpace] = []  # spaces that the index has to get before the next write
         self._built: asyncio.Future[None] | None = None
-        self._has_warned = False
 
     # ---------------------------------------------------------------- models
 
     def has_models(self, namespace: str | None) -> bool:
         """Return whether KV of a namespace is kept: its models are bound."""
         return self._models_of(namespace) is not None
-
-    def note_published(self, namespace: str | None) -> None:
-        """Warn once if KV of a namespace is not kept."""
-        if not self._has_warned and not self.has_models(namespace):
-            self._has_warned = True
-            logger.warning(
-                "no KV of %s is kept on the disk, as no model is bound to it: bind_model, or name the base of "
-                'all sessions with CacheConfig(fingerprint="...")',
-                _named(namespace),
-            )
 
     def bind(self, lora_id: str | None = None) -> None:
         """Look for the spaces of models that have been bound: of the base and of all adapters, or of one `lora_id`."""
@@ -129,15 +105,15 @@ class SpaceBindings:
         Raises:
             IndexDamaged: it is damaged.
         """
-        await self._do(_drop_bad)
+        await self._files.do_surely(_drop_bad)
         after: int | None = 0
         while after is not None:
-            found: list[Space] = await self._do(partial(_read_spaces, after=after))
+            found: list[Space] = await self._files.do_surely(partial(_read_spaces, after=after))
             for space in found:
                 models = space.base, space.adapter, space.label
                 self._spaces.add(space.number, space.namespace, models, space.arity)
             after = found[-1].number if found else None
-        self._last_number = max(self._last_number, await self._do(lambda store: store.index.last_space))
+        self._last_number = max(self._last_number, await self._files.do_surely(lambda store: store.index.last_space))
 
     def built(self) -> asyncio.Future[None] | None:
         """Return the future that ends when all pages of the models that are bound can be found.
@@ -160,7 +136,7 @@ class SpaceBindings:
     @property
     def may_find_more(self) -> bool:
         """Whether pages of the models that are bound may be found later."""
-        state = self._state()
+        state = self._files.state
         return state in ("opening", "reading") or (
             state == "ready" and (bool(self._to_look) or self._spaces.is_building)
         )
@@ -196,7 +172,7 @@ class SpaceBindings:
         self._to_feed.append(space)
         if not self._is_feeding:
             self._is_feeding = True
-            self._run(self._feed())
+            self._files.run(self._feed())
         return True
 
     async def _feed(self) -> None:
@@ -211,7 +187,7 @@ class SpaceBindings:
                 if not feeds:
                     return
                 try:
-                    found: list[_Fed] = await self._do(partial(_read_runs, feeds=feeds))
+                    found: list[_Fed] = await self._files.do_surely(partial(_read_runs, feeds=feeds))
                 except IndexDamaged:  # It is replaced.
                     found = [([], [], True) for _ in feeds]
                 for runs, left_out, is_last in found:
@@ -252,7 +228,8 @@ class SpaceBindings:
         """Commit new spaces to the index, in one commit before all later ones."""
         if self._new:
             new, self._new = self._new, []
-            writer.submit(partial(_add_spaces, spaces=[_row(space) for space in new]), partial(self._end_adding, new))
+            rows = [_row(space) for space in new]
+            writer.submit(lambda store: store.index.add_spaces(rows), partial(self._end_adding, new))
 
     def _end_adding(self, spaces: Sequence[DiskSpace], done: Ended) -> None:
         if done.error is not None:  # The index refuses all rows of these spaces. The next write makes others.
@@ -263,7 +240,7 @@ class SpaceBindings:
         """Delete spaces that have lost their last row; return whether there may be more."""
         numbers = self._spaces.end_emptied(_DELETED_AT_ONCE)
         if numbers:
-            writer.submit(partial(_delete_empty, numbers=numbers), self._end_deleting)
+            writer.submit(lambda store: store.index.delete_empty(numbers), self._end_deleting)
         return len(numbers) == _DELETED_AT_ONCE
 
     def _end_deleting(self, done: Ended) -> None:
@@ -276,19 +253,6 @@ class SpaceBindings:
         """Raise AssertionError if a current space is of other models than are bound. O(spaces)."""
         for space in self._spaces.all_current:
             assert space.models == self._models_of(space.namespace), f"{space} is of other models"
-
-
-def _named(namespace: str | None) -> str:
-    """Return a namespace in words, without its salt."""
-    if namespace is None:
-        return "the default namespace"
-    try:
-        extra_key, lora_id, cache_salt = unframe_namespace(namespace)
-    except ValueError:  # a caller of the core made it
-        return f"namespace {brief(namespace)}"
-    named = {"extra_key": extra_key, "lora_id": lora_id}
-    parts = [f"{name}={brief(text)}" for name, text in named.items() if text is not None]
-    return f"the namespace with {', '.join([*parts, *['a cache_salt'] * (cache_salt is not None)])}"
 
 
 def _row(space: DiskSpace) -> Space:
@@ -336,11 +300,3 @@ def _read_runs(store: DiskStore, *, feeds: Sequence[_Feed]) -> list[_Fed]:
         if place is not None or left <= 0:
             break
     return found
-
-
-def _add_spaces(store: DiskStore, *, spaces: Sequence[Space]) -> None:
-    store.index.add_spaces(spaces)
-
-
-def _delete_empty(store: DiskStore, *, numbers: Sequence[int]) -> None:
-    store.index.delete_empty(numbers)

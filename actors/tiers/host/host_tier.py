@@ -10,7 +10,7 @@ from functools import partial
 from raydix.actors.memory.pool_shapes import layout_below
 from raydix.actors.tiers.copier import Copier, Copy
 from raydix.actors.tiers.host.host_memory import RESERVING, HostMemory
-from raydix.actors.tiers.job_threads import Ended
+from raydix.actors.tiers.job_threads import Ended, JobThreads
 from raydix.actors.tiers.move_batch import MoveBatch
 from raydix.actors.tiers.tier_loads import TierLoads
 from raydix.cache_core import KVCache, KVPool, RecordPool
@@ -37,8 +37,9 @@ class HostTier:
 
     Attributes:
         tier: the tier.
-        writes: from the pool to the tier, without copies.
+        writes: from the pool to the tier, without copies; `all_writes` has them alone.
         loads: from the tier to the pool.
+        memory: of the tier.
 
     Args:
         config: the cache's configuration; it has `host`.
@@ -68,6 +69,7 @@ class HostTier:
         layout = layout_below(config, config.host_sizes)
         page_bytes = config.page_size * (layout.slot_bytes + layout.swa_slot_bytes)
         self.writes = writes = Writes(device, self.tier, page_bytes)
+        self.all_writes = (writes,)
         self._pool: KVPool | RecordPool | None = pool
         self._on_change = on_change
         self._no_request_needs_slots = may_begin
@@ -87,29 +89,20 @@ class HostTier:
             (writes.prepare_states, 0 if states is None else int(share * states.num_slots)),
         ]
         self.copier: Copier | None = None
+        self._threads: JobThreads | None = None  # of the copier
         self._copies: PageCopies | None = None
         loads = Loads(self.tier, device)
         timeout_s = self.config.load_timeout_s
         self.loads = TierLoads(loads, timeout_s, self._complete_load, on_load, self._is_ready, self._may_begin)
         upper.watch_victims(writes.count_dropped)
-        self._memory = HostMemory(layout, name, pin=self.config.pin, on_change=self._memory_changed)
+        self.memory = HostMemory(layout, name, pin=self.config.pin, on_change=self._memory_changed)
 
     # ---------------------------------------------------------------- state
 
     @property
     def state(self) -> str:
         """The tier's state: "ready", "reserving", "closed", or the reason why it is not there."""
-        return "closed" if self._is_closed else self._memory.state
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the tier's memory is registered with CUDA."""
-        return self._memory.pinned
-
-    @property
-    def lower_pool(self) -> RecordPool | None:
-        """The tensors of the tier; None: they are not ready."""
-        return self._memory.pool
+        return "closed" if self._is_closed else self.memory.state
 
     def start(self) -> None:
         """Report changes of the tier's memory to the running loop from now on."""
@@ -127,7 +120,7 @@ class HostTier:
         if self.copier is not None:
             return True
         assert self._pool is not None
-        if (lower := self._memory.pool) is None:
+        if (lower := self.memory.pool) is None:
             return False
         self._copies = PageCopies(self._pool, lower)
         self.copier = self.make_copier(self._copies)
@@ -135,8 +128,9 @@ class HostTier:
         return True
 
     def make_copier(self, copies: PageCopies) -> Copier:
-        """Return a copier, which the tier closes."""
-        return Copier(copies, write_mib_s=self.config.write_mib_s)
+        """Return a copier, which the tier closes, with a thread of its own: copies in memory are bound by it."""
+        self._threads = JobThreads("raydix-copier", 1)
+        return Copier(copies, self._threads, write_mib_s=self.config.write_mib_s)
 
     def _may_begin(self) -> bool:
         """Return whether writes and prefetches may begin.
@@ -146,11 +140,6 @@ class HostTier:
         return not self._after_writes and self._no_request_needs_slots()
 
     # ---------------------------------------------------------------- writes
-
-    @property
-    def all_writes(self) -> Sequence[Writes]:
-        """The writes to the tier."""
-        return (self.writes,)
 
     @property
     def locks_pool(self) -> bool:
@@ -258,8 +247,10 @@ class HostTier:
         self.loads.close()
         if self.copier is not None:
             self.copier.close()
-        self._copies = self._pool = self.copier = None  # These have the memory.
-        self._memory.close()
+        if self._threads is not None:
+            self._threads.close()
+        self._copies = self._pool = self.copier = self._threads = None  # These have the memory.
+        self.memory.close()
         return True
 
     # ---------------------------------------------------------------- checks

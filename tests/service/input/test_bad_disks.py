@@ -71,7 +71,7 @@ async def settled(cache: LocalPrefixCache) -> None:
     """Wait until the disk has nothing to do."""
     disk = tier_of(cache)
     async with asyncio.timeout(60):
-        while disk.state != "ready" or not disk.writes.is_idle or disk.opening.tasks:  # noqa: ASYNC110 -- threads change it
+        while disk.state != "ready" or not disk.writes.is_idle or disk.files.tasks:  # noqa: ASYNC110 -- threads change it
             await asyncio.sleep(0.002)
 
 

@@ -121,7 +121,7 @@ class Laboratory:
 
         def is_idle(actor: Any) -> bool:  # It is sent to the actor, which cannot import this module.
             disk = actor._host.service.disk
-            return bool(disk.state == "ready" and disk.writes.is_idle and not disk.opening.tasks)
+            return bool(disk.state == "ready" and disk.writes.is_idle and not disk.files.tasks)
 
         return bool(ray.get(self.caches[cache].__ray_call__.remote(is_idle)))
 

@@ -138,7 +138,7 @@ class DiskRig:
             num_leaving = sum(keeper.num_leaving for keeper in disk.keepers.values())
             return is_built and disk.writes.is_idle and not num_leaving and disk.deletions.future() is None
 
-        await self.wait(lambda: is_idle() and not disk.opening.tasks and not disk.work.is_scheduled)
+        await self.wait(lambda: is_idle() and not disk.files.tasks and not disk.work.is_scheduled)
         self.check()
 
     def check(self) -> None:

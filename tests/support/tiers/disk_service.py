@@ -95,7 +95,7 @@ class DiskService(TieredService):
             await self.turn(2)
             disk = self.disk
             has_more = self.writer is not None and self.writer.has_more
-            has_more |= bool(disk.opening.tasks) or disk.work.is_scheduled
+            has_more |= bool(disk.files.tasks) or disk.work.is_scheduled
             is_idle = not (has_more or any(space.builder for space in disk.spaces))
             if not stepped and is_idle and disk.state != "opening":
                 return

@@ -54,7 +54,7 @@ class DiskStory:
         rig.retire(weights, None)
         if models is not None:
             rig.models = models
-            rig.disk.bind()
+            rig.disk.bindings.bind()
         deletion = rig.disk.deletions.future()
         if deletion is not None:
             await rig.wait(deletion.done)

@@ -10,6 +10,7 @@ from support.tiers.demotion import demote
 
 from raydix.actors import LocalPrefixCache
 from raydix.actors.tiers.copier import Copier
+from raydix.actors.tiers.job_threads import JobThreads
 from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies
 from raydix.schemas import CacheConfig, EvictionConfig, HostConfig, LeaseConfig, PoolConfig
 
@@ -62,7 +63,8 @@ class GatedLoads:
             load(plan, start, stop)
 
         copies.load = gated  # type: ignore[method-assign]
-        return Copier(copies, chunk_bytes=1, clock=lambda: time.monotonic() + self.late_s)
+        self._threads = JobThreads("gated", 1)
+        return Copier(copies, self._threads, chunk_bytes=1, clock=lambda: time.monotonic() + self.late_s)
 
     def pass_chunks(self, number: int = 10**6) -> None:
         """Let chunks through, also later ones."""

@@ -64,9 +64,23 @@ def random_pool(
     return pool
 
 
+def layout_of(records: PageRecords, num_slots: int, num_swa_slots: int = 0, num_state_slots: int = 0) -> RecordLayout:
+    """The layout of an opaque pool that can take records."""
+    page = records.page_size
+    return RecordLayout(
+        num_slots=num_slots,
+        page_size=page,
+        slot_bytes=records.num_bytes("full") // page,
+        num_swa_slots=num_swa_slots,
+        swa_slot_bytes=records.num_bytes("swa") // page,
+        num_state_slots=num_state_slots,
+        state_bytes=records.num_bytes("state"),
+    )
+
+
 def pool_below(pool: Pool) -> RecordPool:
     """A pool with random bytes that can take the records of another one; it has other numbers of slots."""
-    below = random_pool(PageRecords(pool).layout(32 + PAGE, 16, 7))
+    below = random_pool(layout_of(PageRecords(pool), 32 + PAGE, 16, 7))
     assert isinstance(below, RecordPool)
     return below
 

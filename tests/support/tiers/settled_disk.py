@@ -18,5 +18,5 @@ async def settled(cache: LocalPrefixCache) -> None:
     """Wait until the disk is open, all KV that is due is written, and all that is to be found again is."""
     disk = tier_of(cache)
     async with asyncio.timeout(60):
-        while disk.state != "ready" or not disk.writes.is_idle or disk.opening.tasks:  # noqa: ASYNC110 -- threads change it
+        while disk.state != "ready" or not disk.writes.is_idle or disk.files.tasks:  # noqa: ASYNC110 -- threads change it
             await asyncio.sleep(0.002)

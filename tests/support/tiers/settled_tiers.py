@@ -61,4 +61,4 @@ def _rests(host: HostTier | None) -> bool:
 
 
 def _disk_rests(disk: DiskTier | None) -> bool:
-    return disk is None or (disk.state == "ready" and disk.writes.is_idle and not disk.opening.tasks)
+    return disk is None or (disk.state == "ready" and disk.writes.is_idle and not disk.files.tasks)

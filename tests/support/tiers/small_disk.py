@@ -77,7 +77,7 @@ class SmallDisk:
         if isinstance(found, Exception):
             raise found
         self.store = found
-        self.copier = Copier(DiskCopies(self.pool, found, self.writer.threads), threads=self.writer.threads)
+        self.copier = Copier(DiskCopies(self.pool, found, self.writer.threads.help), threads=self.writer.threads)
         for space in await self.work(lambda store: store.index.spaces()):
             self.spaces.add(space.number, space.namespace, (space.base, space.adapter, space.label), space.arity)
         place: RowPlace | None = FIRST

@@ -132,7 +132,7 @@ class TieredService:
         self.open()
 
     def _make_copier(self, copies: PageCopies) -> FaultyCopier:
-        lower = self.tiers._memory
+        lower = self.tiers.memory
         assert lower is not None and lower.pool is not None
         self._copier = FaultyCopier(self.pool, lower.pool)
         return self._copier

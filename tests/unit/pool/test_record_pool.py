@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from support.caches.pool_layers import layer_shapes
+from support.tiers.pool_pages import layout_of
 
 from raydix.actors.memory.pool_shapes import layers_of, pool_below, pool_of, records_of
 from raydix.actors.service.core_factory import build_core
@@ -127,7 +128,7 @@ def test_the_pool_below_a_cache_takes_its_records_and_names_their_parts(name: st
     again = config.model_copy(update={"pool": pool_below(below, *numbers)})
 
     CacheConfig.model_validate(below.model_dump())
-    wanted = PageRecords(pool_of(layers_of(config))).layout(numbers[0], numbers[1] or 0, numbers[2])
+    wanted = layout_of(PageRecords(pool_of(layers_of(config))), numbers[0], numbers[1] or 0, numbers[2])
     assert records_of(below) == records_of(again) == wanted
     assert below.record_digest() == again.record_digest()
     tables = (below.pool.segments, below.pool.swa_segments, below.pool.state_segments)

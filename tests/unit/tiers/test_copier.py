@@ -19,8 +19,8 @@ from support.tiers.faulty_copier import Call, FaultyCopier, GatedCopies
 from support.tiers.pool_pages import LAYOUTS, PAGE, contents, copied, pool_below, random_plan, random_pool
 from support.waiting import wait_until
 
-from raydix.actors.tiers.copier import Copier, Copy, WriteCap, _Queues
-from raydix.actors.tiers.job_threads import Ended
+from raydix.actors.tiers.copier import Copier, Copy, WriteCap
+from raydix.actors.tiers.job_threads import Ended, JobThreads
 from raydix.cache_core.tiers.page_records import CopyPlan, PageCopies, PageRecords
 
 LOGGER = "raydix.actors.tiers.copier"
@@ -35,7 +35,8 @@ class Laboratory:
         self.below = pool_below(self.pool)
         self.copies = GatedCopies(self.pool, self.below, is_open=is_open)
         self.now = 0.0
-        self.copier = Copier(self.copies, write_mib_s=write_mib_s, chunk_bytes=1, clock=lambda: self.now)
+        self.threads = JobThreads("copier", 1)
+        self.copier = Copier(self.copies, self.threads, write_mib_s=write_mib_s, chunk_bytes=1, clock=lambda: self.now)
         self.ended: list[tuple[CopyPlan, Ended]] = []
 
     def start(self, num_pages: int, *, load: bool = False, timeout_s: float | None = None) -> Copy:
@@ -71,6 +72,7 @@ def lab() -> Iterator[Laboratory]:
     yield laboratory
     laboratory.copies.pass_chunks(100)
     laboratory.copier.close()
+    laboratory.threads.close()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -279,13 +281,14 @@ def test_an_end_that_no_loop_takes_is_kept_without_a_warning(caplog: pytest.LogC
 async def test_a_copier_that_is_dropped_ends_its_thread_and_keeps_no_pool() -> None:
     pool = random_pool(LAYOUTS["attention"])
     copies, before = PageCopies(pool, pool_below(pool)), set(threading.enumerate())
-    copier, ended = Copier(copies), list[Ended]()
+    threads = JobThreads("copier", 1)
+    copier, ended = Copier(copies, threads), list[Ended]()
     (thread,) = set(threading.enumerate()) - before
     copier.write(CopyPlan(np.asarray([PAGE]), np.asarray([PAGE])), ended.append)
     await until(lambda: ended == [Ended(1, "whole")])
     storage = weakref.ref(pool.storage)
 
-    del copier, copies, pool
+    del copier, copies, pool, threads
     gc.collect()
 
     await until(lambda: not thread.is_alive())
@@ -343,11 +346,13 @@ def test_a_faulty_copier_ends_copies_in_any_order_and_cuts_them_off(name: str) -
 # -------------------------------------------------------------------- planted faults
 
 
+close = Copier.close
+
 FAULTS: dict[str, tuple[type, str, Any, Callable[[Laboratory], Awaitable[None]]]] = {
     "writes go before loads": (
-        _Queues,
+        Copier,
         "_queue_of",
-        lambda queues, copy: queues._writes if copy.is_load else queues._loads,
+        lambda copier, copy: copier._writes if copy.is_load else copier._loads,
         check_order,
     ),
     "a page too many is confirmed": (
@@ -357,7 +362,7 @@ FAULTS: dict[str, tuple[type, str, Any, Callable[[Laboratory], Awaitable[None]]]
         check_cancel,
     ),
     "a queued copy ends when its turn comes": (
-        _Queues,
+        Copier,
         "cancel",
         lambda _, copy: setattr(copy, "is_cancelled", True),
         check_cancel,
@@ -365,7 +370,7 @@ FAULTS: dict[str, tuple[type, str, Any, Callable[[Laboratory], Awaitable[None]]]
     "`close` does not wait for the chunk": (
         Copier,
         "close",
-        lambda copier: copier._queues.close(0.0),
+        lambda copier: close(copier, 0.0),
         partial(check_close, patience_s=60),
     ),
 }

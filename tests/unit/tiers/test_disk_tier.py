@@ -70,7 +70,7 @@ async def test_a_page_that_has_left_the_pool_is_written_from_the_host(tmp_path: 
         rig.models = ("m", None, "v1")
         assert rig.host is not None
         rig.request([1] * 16, cache=rig.host)
-        rig.disk.bind()
+        rig.disk.bindings.bind()
         await rig.settle()
 
         rig.disk.writes.offer(RadixKey([1] * 16))
@@ -395,7 +395,7 @@ async def test_pages_are_found_when_their_models_are_bound(tmp_path: Path) -> No
     async with opened_rig(tmp_path, models=None) as rig:
         assert await rig.lengths(*PROMPTS) == [0, 0, 0, 0]
         rig.models = ("m", None, "v1")
-        rig.disk.bind()
+        rig.disk.bindings.bind()
         await rig.settle()
         assert await rig.lengths(*PROMPTS) == ALL
 

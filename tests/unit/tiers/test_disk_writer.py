@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from support.tiers.faulty_files import FaultyFileCalls
-from support.tiers.pool_pages import LAYOUTS, contents, random_pool
+from support.tiers.pool_pages import LAYOUTS, contents, layout_of, random_pool
 from support.tiers.small_disk import result_of
 
 from raydix.actors.tiers.copier import Copier
@@ -50,7 +50,7 @@ def store_of(pool: Pool, path: Path, calls: FaultyFileCalls | None = None, **opt
     """A store for the records of a pool. The folder of the tests need not reserve, nor have O_DIRECT."""
     records = PageRecords(pool)
     page = records.page_size
-    layout = records.layout(NUM_RECORDS["full"] * page, NUM_RECORDS["swa"] * page, NUM_RECORDS["state"])
+    layout = layout_of(records, NUM_RECORDS["full"] * page, NUM_RECORDS["swa"] * page, NUM_RECORDS["state"])
     options = {"direct_io": "off", "wait_s": 0.0} | options
     return DiskStore(str(path), "kv-0", layout, IndexLayout("abc", page, "{}"), calls=calls, **options)
 
@@ -255,7 +255,7 @@ async def test_two_threads_share_a_load(pool: Pool, tmp_path: Path, monkeypatch:
         starts, numbers = batch["full"].starts, np.array([row.record for row in batch["full"].rows])
         pool.storage.zero_()
         copies, before, done = (
-            DiskCopies(pool, await disk.store, disk.writer.threads),
+            DiskCopies(pool, await disk.store, disk.writer.threads.help),
             calls.counts["preadv"],
             threading.Event(),
         )
@@ -285,7 +285,8 @@ async def test_a_load_fails_in_whichever_thread_it_does(
         batch = a_batch(pool, await disk.space(), Random(9), 10)
         await disk.write(batch)
         numbers = np.array([row.record for row in batch["full"].rows]) * PageRecords(pool).page_size
-        copies, plan = DiskCopies(pool, await disk.store, disk.writer.threads), CopyPlan(batch["full"].starts, numbers)
+        copies = DiskCopies(pool, await disk.store, disk.writer.threads.help)
+        plan = CopyPlan(batch["full"].starts, numbers)
         calls.fail("preadv", errno.EIO, skipped)
         with pytest.raises(DiskFailed, match=r"reading 1 record of pages\.bin from record"):
             copies.load(plan, 0, len(numbers))

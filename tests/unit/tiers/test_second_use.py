@@ -82,7 +82,7 @@ def test_an_array_may_be_a_part_of_another_one() -> None:
 
 @pytest.mark.parametrize("num_pages", [50, 1_000])
 def test_a_use_takes_at_most_16_bytes(num_pages: int) -> None:
-    assert SecondUse(num_pages).num_bytes <= 4 * num_pages * 16
+    assert SecondUse(num_pages)._memory.num_bytes <= 4 * num_pages * 16
 
 
 def test_it_needs_pages() -> None:

@@ -82,7 +82,7 @@ def test_pages_in_a_row_are_one_run_and_branches_begin_others() -> None:
     assert disk.cached([1] * 8) == [1, 2, 3, 4]
     assert disk.cached([1, 1, 1, 1, 2, 2, 3, 3]) == [1, 2, 5, 6]
     assert disk.cached([5] * 5) == [7, 8]
-    assert (disk.builder.num_built, disk.builder.num_dropped, disk.keeper.num_dormant) == (8, 0, 0)
+    assert (disk.builder.num_built, disk.keeper.num_leaving, disk.keeper.num_dormant) == (8, 0, 0)
 
 
 @pytest.mark.parametrize("namespace", [None, "a", "salt\ud800"])
@@ -141,7 +141,7 @@ def test_rows_that_are_not_right_are_left_out_with_all_below() -> None:
     disk.build()
 
     assert [len(disk.cached([first] * 8)) for first in range(6)] == [1, 0, 2, 1, 3, 4]
-    assert (disk.builder.num_built, disk.builder.num_dropped) == (11, 13)
+    assert disk.builder.num_built == 11
     assert disk.keeper.num_leaving == 13, "their rows are to be deleted"
     assert not disk.keeper.num_dormant
 
@@ -154,7 +154,7 @@ def test_missing_levels_cut_what_is_below() -> None:
     runs = disk.build()
 
     assert [len(run.pages) for run in runs] == [2, 2]
-    assert disk.builder.num_dropped == 2
+    assert disk.keeper.num_leaving == 2
 
 
 def test_of_two_rows_of_one_page_one_stays() -> None:
@@ -202,7 +202,7 @@ def test_a_node_that_was_split_or_evicted_meanwhile() -> None:
     disk.cache.check_invariants()
     assert [len(disk.cached([1] * 8 + [branch] * 2)) for branch in (2, 3)] == [5, 5]
     assert disk.cached([5] * 8 + [6] * 2) == [], "nothing hangs below an evicted node"
-    assert (disk.builder.num_dropped, disk.keeper.num_leaving) == (2, 6)
+    assert disk.keeper.num_leaving == 6
 
 
 def test_pages_that_were_written_meanwhile_are_not_replaced() -> None:
