@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Collection
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import torch
@@ -163,9 +162,7 @@ class TransformersWorker(WatchedActor):
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     # ---------------------------------------------------------------- serving
