@@ -363,12 +363,11 @@ class PrefixCacheClient:
         return await verb
 
     def check_lease(self, lease: Lease) -> None:
-        """Raise an error unless this is an open lease of this client, on the client's event loop.
+        """Raise an error, as `Lease.check_open` does, unless this is an open lease of this client.
 
         Raises:
-            InvalidRequest: it is no lease, or the client is closed or belongs to another event loop.
-            UnknownLease: another client's lease, or one that has ended.
-            CacheError: the session's loss, with which the lease has ended.
+            InvalidRequest: it is no lease.
+            UnknownLease: it is another client's lease.
         """
         if getattr(lease, "client", None) is not self:
             raise make_ownership_error(lease)

@@ -85,12 +85,7 @@ class FleetMembers:
     # ---------------------------------------------------------------- life
 
     async def open(self, *, needs_one: bool = True) -> None:
-        """Find the caches, and wait for them as `Fleet.open` does.
-
-        Raises:
-            CacheUnavailable: no cache could get requests within `timeout_s`, or none was found, or no Ray cluster runs.
-            InvalidRequest: the directory has a wrong name, or something that is no cache.
-        """
+        """Find the caches, and wait for them as `Fleet.open` does."""
         self._note_caches(await self.directory.look())
         self._looking = asyncio.create_task(self._keep_looking())
         deadline = self.loop.time() + min(_GATHER_S, self._timeout_s)
