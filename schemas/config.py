@@ -203,6 +203,15 @@ def _check_multiple(name: str, number: int | None, unit_name: str, unit: int) ->
         raise ValueError(f"{name} ({number}) must be a multiple of {unit_name} ({unit}): set it to {nearest}, say")
 
 
+_TierWindows = Annotated[
+    int | None, Field(gt=0, le=MAX_SLOTS, description="window slots; None: in proportion to the pool's")
+]
+_TierStates = Annotated[
+    int | None, Field(gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's")
+]
+_WriteRate = Annotated[
+    float | None, Field(gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit")
+]
 _Marked = TypeVar("_Marked", "EvictionConfig", "HostConfig")
 
 
@@ -244,12 +253,8 @@ class HostConfig(_Config):
     """
 
     num_slots: int = Field(gt=0, le=MAX_SLOTS, description="token slots, a multiple of page_size")
-    num_swa_slots: int | None = Field(
-        default=None, gt=0, le=MAX_SLOTS, description="window slots; None: in proportion to the pool's"
-    )
-    num_state_slots: int | None = Field(
-        default=None, gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's"
-    )
+    num_swa_slots: _TierWindows = None
+    num_state_slots: _TierStates = None
     policy: Policy = Field(default="2q", description="which unlocked leaf of the tier is evicted first")
     reserve: float = Field(
         default=0.2,
@@ -257,9 +262,7 @@ class HostConfig(_Config):
         lt=1,
         description="share of the pool that the background task keeps free or written: the KV that is evicted next",
     )
-    write_mib_s: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit"
-    )
+    write_mib_s: _WriteRate = None
     high_watermark: float = Field(
         default=1.0, gt=0, le=1, description="fraction of the tier's slots in use; 1.0: each write evicts its shortfall"
     )
@@ -294,12 +297,8 @@ class DiskConfig(_Config):
     size: int | None = Field(
         default=None, gt=0, description="bytes of the disk, divided in the pool's proportion; None: as num_slots says"
     )
-    num_swa_slots: int | None = Field(
-        default=None, gt=0, le=MAX_SLOTS, description="window slots; None: in proportion to the pool's"
-    )
-    num_state_slots: int | None = Field(
-        default=None, gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's"
-    )
+    num_swa_slots: _TierWindows = None
+    num_state_slots: _TierStates = None
     admit: Literal["second_use", "all"] = Field(
         default="second_use",
         description="which KV is written. second_use: a page at its second use, wherever it lies; all: a page that is "
@@ -311,9 +310,7 @@ class DiskConfig(_Config):
         lt=1,
         description="admit='all': share of the lowest tier in memory that is kept free or written: the KV evicted next",
     )
-    write_mib_s: float | None = Field(
-        default=256.0, gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit"
-    )
+    write_mib_s: _WriteRate = 256.0
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="read and write past the page cache. auto: where the file system can; off also allows a file "
