@@ -120,7 +120,12 @@ def _bare(annotation: str | griffe.Expr | None, scope: griffe.Class) -> str | gr
 
 
 def _default_in_code(value: str | griffe.Expr | None) -> str | griffe.Expr | None:
-    """Return a field's default as its class names it, also in `field(default=...)` of a dataclass."""
+    """Return a field's default as its class names it, also in `field(default=...)` of a dataclass.
+
+    A property that a function makes has none.
+    """
+    if isinstance(value, griffe.ExprCall) and str(value.function) == "_of_lease":
+        return None
     if isinstance(value, griffe.ExprCall) and str(value.function) == "field":
         named = [part for part in value.arguments if isinstance(part, griffe.ExprKeyword)]
         return next((part.value for part in named if part.name in ("default", "default_factory")), None)

@@ -8,7 +8,7 @@ import operator
 import re
 import warnings
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -196,9 +196,31 @@ class PoolConfig(_Config):
         return self.device != "cpu" and self.has_tensors
 
 
-def _multiple(number: int, unit: int) -> int:
-    """Return the nearest multiple of `unit` below a number, or `unit`."""
-    return max(number - number % unit, unit)
+def _check_multiple(name: str, number: int | None, unit_name: str, unit: int) -> None:
+    """Raise ValueError unless a number is a multiple of a unit, or None."""
+    if number is not None and number % unit:
+        nearest = max(number - number % unit, unit)
+        raise ValueError(f"{name} ({number}) must be a multiple of {unit_name} ({unit}): set it to {nearest}, say")
+
+
+_TierWindows = Annotated[
+    int | None, Field(gt=0, le=MAX_SLOTS, description="window slots; None: in proportion to the pool's")
+]
+_TierStates = Annotated[
+    int | None, Field(gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's")
+]
+_WriteRate = Annotated[
+    float | None, Field(gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit")
+]
+_Marked = TypeVar("_Marked", "EvictionConfig", "HostConfig")
+
+
+def _with_low_below_high(config: _Marked) -> _Marked:
+    """Return a configuration as it is; raise ValueError if its low mark is not below its high mark, if that is used."""
+    low, high = config.low_watermark, config.high_watermark
+    if high < 1.0 and low >= high:
+        raise ValueError(f"low_watermark ({low}) must be below high_watermark ({high})")
+    return config
 
 
 Policy = Literal["lru", "lfu", "fifo", "mru", "filo", "slru", "priority", "2q"]
@@ -221,13 +243,7 @@ class EvictionConfig(_Config):
         description="longest time that the task holds the event loop",
     )
 
-    @model_validator(mode="after")
-    def _low_below_high(self) -> Self:
-        if self.low_watermark >= self.high_watermark:
-            raise ValueError(
-                f"low_watermark ({self.low_watermark}) must be below high_watermark ({self.high_watermark})"
-            )
-        return self
+    _low_is_below_high = model_validator(mode="after")(_with_low_below_high)
 
 
 class HostConfig(_Config):
@@ -237,12 +253,8 @@ class HostConfig(_Config):
     """
 
     num_slots: int = Field(gt=0, le=MAX_SLOTS, description="token slots, a multiple of page_size")
-    num_swa_slots: int | None = Field(
-        default=None, gt=0, le=MAX_SLOTS, description="window slots; None: in proportion to the pool's"
-    )
-    num_state_slots: int | None = Field(
-        default=None, gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's"
-    )
+    num_swa_slots: _TierWindows = None
+    num_state_slots: _TierStates = None
     policy: Policy = Field(default="2q", description="which unlocked leaf of the tier is evicted first")
     reserve: float = Field(
         default=0.2,
@@ -250,9 +262,7 @@ class HostConfig(_Config):
         lt=1,
         description="share of the pool that the background task keeps free or written: the KV that is evicted next",
     )
-    write_mib_s: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit"
-    )
+    write_mib_s: _WriteRate = None
     high_watermark: float = Field(
         default=1.0, gt=0, le=1, description="fraction of the tier's slots in use; 1.0: each write evicts its shortfall"
     )
@@ -267,13 +277,7 @@ class HostConfig(_Config):
         description="how long a lease waits for its load by default; 0: nothing is loaded",
     )
 
-    @model_validator(mode="after")
-    def _low_below_high(self) -> Self:
-        if self.high_watermark < 1.0 and self.low_watermark >= self.high_watermark:
-            raise ValueError(
-                f"low_watermark ({self.low_watermark}) must be below high_watermark ({self.high_watermark})"
-            )
-        return self
+    _low_is_below_high = model_validator(mode="after")(_with_low_below_high)
 
 
 class DiskConfig(_Config):
@@ -293,12 +297,8 @@ class DiskConfig(_Config):
     size: int | None = Field(
         default=None, gt=0, description="bytes of the disk, divided in the pool's proportion; None: as num_slots says"
     )
-    num_swa_slots: int | None = Field(
-        default=None, gt=0, le=MAX_SLOTS, description="window slots; None: in proportion to the pool's"
-    )
-    num_state_slots: int | None = Field(
-        default=None, gt=0, le=MAX_SLOTS, description="recurrent states; None: in proportion to the pool's"
-    )
+    num_swa_slots: _TierWindows = None
+    num_state_slots: _TierStates = None
     admit: Literal["second_use", "all"] = Field(
         default="second_use",
         description="which KV is written. second_use: a page at its second use, wherever it lies; all: a page that is "
@@ -310,9 +310,7 @@ class DiskConfig(_Config):
         lt=1,
         description="admit='all': share of the lowest tier in memory that is kept free or written: the KV evicted next",
     )
-    write_mib_s: float | None = Field(
-        default=256.0, gt=0, allow_inf_nan=False, description="MiB that are written a second, at most; None: no limit"
-    )
+    write_mib_s: _WriteRate = 256.0
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="read and write past the page cache. auto: where the file system can; off also allows a file "
@@ -481,11 +479,7 @@ with warnings.catch_warnings():
 
         @model_validator(mode="after")
         def _pool_is_whole_pages(self) -> Self:
-            if self.pool.num_slots % self.page_size:
-                raise ValueError(
-                    f"num_slots ({self.pool.num_slots}) must be a multiple of page_size ({self.page_size}): set it to "
-                    f"{_multiple(self.pool.num_slots, self.page_size)}, say"
-                )
+            _check_multiple("num_slots", self.pool.num_slots, "page_size", self.page_size)
             return self
 
         @model_validator(mode="after")
@@ -517,11 +511,7 @@ with warnings.catch_warnings():
             has_windows = self.pool.num_swa_slots is not None or self.pool.has_layers_of("swa")
             if self.sliding_window_size is None and has_windows:
                 raise ValueError("a pool with window slots or 'swa' layers needs sliding_window_size")
-            if (self.pool.num_swa_slots or 0) % self.page_size:
-                raise ValueError(
-                    f"num_swa_slots ({self.pool.num_swa_slots}) must be a multiple of page_size ({self.page_size}): "
-                    f"set it to {_multiple(self.pool.num_swa_slots or 0, self.page_size)}, say"
-                )
+            _check_multiple("num_swa_slots", self.pool.num_swa_slots, "page_size", self.page_size)
             if (self.kind == "mamba") != (self.pool.num_state_slots > 0):
                 raise ValueError("kind 'mamba' needs num_state_slots, and no other kind takes them")
             return self
@@ -540,16 +530,8 @@ with warnings.catch_warnings():
                 raise ValueError("kind 'slots' needs max_seq_len, and no other kind takes it")
             if self.max_seq_len is None:
                 return self
-            if self.max_seq_len % self.page_size:
-                raise ValueError(
-                    f"max_seq_len ({self.max_seq_len}) must be a multiple of page_size ({self.page_size}): set it to "
-                    f"{_multiple(self.max_seq_len, self.page_size)}, say"
-                )
-            if self.pool.num_slots % self.max_seq_len:
-                raise ValueError(
-                    f"num_slots ({self.pool.num_slots}) must be a multiple of max_seq_len ({self.max_seq_len}): set it "
-                    f"to {_multiple(self.pool.num_slots, self.max_seq_len)}, say"
-                )
+            _check_multiple("max_seq_len", self.max_seq_len, "page_size", self.page_size)
+            _check_multiple("num_slots", self.pool.num_slots, "max_seq_len", self.max_seq_len)
             return self
 
         @field_validator("events", mode="before")
@@ -613,13 +595,8 @@ with warnings.catch_warnings():
                 raise ValueError(f"{name}.num_swa_slots needs sliding_window_size: leave it out")
             if tier.num_state_slots is not None and self.kind != "mamba":
                 raise ValueError(f"{name}.num_state_slots is for kind 'mamba': leave it out")
-            page = self.page_size
-            for field, number in (("num_slots", tier.num_slots or 0), ("num_swa_slots", tier.num_swa_slots or 0)):
-                if number % page:
-                    raise ValueError(
-                        f"{name}.{field} ({number}) must be a multiple of page_size ({page}): set it to "
-                        f"{_multiple(number, page)}, say"
-                    )
+            _check_multiple(f"{name}.num_slots", tier.num_slots, "page_size", self.page_size)
+            _check_multiple(f"{name}.num_swa_slots", tier.num_swa_slots, "page_size", self.page_size)
 
         @property
         def host_sizes(self) -> TierSizes:

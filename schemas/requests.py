@@ -110,7 +110,10 @@ class MatchRequest(PydanticMessage):
 
 
 class LockRequest(PydanticMessage):
-    """Match and lock in one step; only a load gets slots. `lease_id` is the client's, so a retry is harmless."""
+    """Match and lock in one step; only a load gets slots. `lease_id` is the client's, so a retry is harmless.
+
+    The fields behind the namespace are arguments of `PrefixCacheClient.lock`; `offer_id` names the offer.
+    """
 
     takes_slots: ClassVar[bool] = True
     token_field: ClassVar[str | None] = "tokens"
@@ -120,33 +123,22 @@ class LockRequest(PydanticMessage):
     tokens: Tokens
     namespace: Namespace = None
     priority: Priority = 0
-    offer_id: OfferId | None = Field(
-        default=None, description="offer the lease in the same step; None: it is not offered"
-    )
-    offer_s: OfferSeconds = Field(default=None, description="how long that offer is valid; None: as configured")
-    timeout_s: TimeoutSeconds = Field(
-        default=0.0, description="seconds to wait for room for a load; then nothing is loaded; None: as configured"
-    )
-    load: bool = Field(default=True, description="load the part of the prefix that the tiers below have")
-    load_timeout_s: TimeoutSeconds = Field(default=None, description="seconds for the load; None: as configured")
+    offer_id: OfferId | None = None
+    offer_s: OfferSeconds = None
+    timeout_s: TimeoutSeconds = 0.0
+    load: bool = True
+    load_timeout_s: TimeoutSeconds = None
 
 
 @quick_message
 class AcquireRequest(Message):
     """Match, lock, and allocate slots for the uncached `tokens` and `new_tokens` more, in one step.
 
+    The tokens, and the fields behind the namespace, are arguments of `PrefixCacheClient.acquire`.
+
     Attributes:
         lease_id: the client's name for the lease, so that a retry is harmless.
-        tokens: at least one id.
         namespace: framed by `frame_namespace`; None: the default namespace.
-        new_tokens: more slots than `tokens` needs.
-        max_prefix_len: match at most so many tokens; None: all.
-        priority: under the policy "priority", KV used by higher ones stays longer.
-        timeout_s: seconds to wait for room; None: as configured.
-        resumed: the request was preempted before: it is counted apart.
-        boundary_state: the lease gets a second state slot if there is one.
-        load: load the part of the prefix that the tiers below have, before the lease is handed out.
-        load_timeout_s: seconds for the load; None: as configured. The lease then has the prefix that is there.
     """
 
     takes_slots: ClassVar[bool] = True
@@ -209,16 +201,13 @@ class WaitRequest(PydanticMessage):
 
 @quick_message
 class InsertRequest(Message):
-    """Publish the first `num_tokens` tokens of a lease, whole pages of them.
+    """Publish the first `num_tokens` tokens of a lease, whole pages of them. Other fields are as in `Lease.insert`.
 
     Attributes:
         lease_id: the lease.
         num_tokens: at least 1.
         suffix: the ids that the cache has not seen: it knows the first `num_tokens - len(suffix)`.
-        release: end the lease in the same step.
-        publish_state: publish the lease's state as the one after `num_tokens` tokens.
         known_len: tokens that the client knows to be published already.
-        boundary_len: publish the state in the lease's boundary slot as the one after so many tokens; None: do not.
     """
 
     token_field: ClassVar[str | None] = "suffix"

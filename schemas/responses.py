@@ -46,16 +46,12 @@ class MatchResponse(PydanticAnswer):
 
 @quick_message
 class LeaseResponse(Answer):
-    """A lease is granted.
+    """A lease is granted. Its id, its prefix and its own slots of states are attributes of `Lease`.
 
     Attributes:
-        lease_id: the lease.
-        prefix_len: leading tokens with cached KV; a multiple of page_size.
         num_slots: slots that the lease covers, one per token.
         page_starts: int32: first slots of the lease's runs of `CacheConfig.run_len`, in token order.
         swa_page_starts: int32: each page in the window pool; 0: gone.
-        state_slot: the lease's own recurrent state.
-        boundary_slot: the lease's own slot for a copy of its state at the end of a page.
         loaded_len: tokens of prefix_len that were loaded for this lease from the tiers below the pool.
         disk_loaded_len: of these, the tokens that were loaded from the disk.
     """

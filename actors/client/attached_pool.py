@@ -34,7 +34,6 @@ from raydix.schemas.shown import brief
 if TYPE_CHECKING:
     from raydix.actors.client.lease import Lease
     from raydix.actors.client.prefix_cache_client import PrefixCacheClient
-    from raydix.actors.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +287,8 @@ class AttachedPool:
             StaleEpoch: the cache has restarted since the pool was attached.
         """
         layout = self._layers()
-        transport, slots = self._checked_transport(lease), _checked_slots(slots)
+        self._client.check_lease(lease)
+        transport, slots = lease.transport, _checked_slots(slots)
         _check_dense(slots)
         given = {
             name: _checked_values(values, _INDEX_KEYS if name == "index" else _KV)
@@ -321,7 +321,8 @@ class AttachedPool:
             StaleEpoch: the cache has restarted since the pool was attached.
         """
         layout = self._layers()
-        transport, slots = self._checked_transport(lease), _checked_slots(slots)
+        self._client.check_lease(lease)
+        transport, slots = lease.transport, _checked_slots(slots)
         _check_dense(slots)
         copies = tuple(torch.empty(shape, dtype=layout.dtype) for shape in layout.copy_shapes(len(slots)))
 
@@ -340,11 +341,6 @@ class AttachedPool:
 
         await _run_for_each(_chunks(layout, len(slots)), read)
         return copies
-
-    def _checked_transport(self, lease: Lease) -> Transport:
-        """Return the transport of an open lease of this pool's client; raise an error if its KV cannot be copied."""
-        self._client.check_lease(lease)
-        return lease.transport
 
     def _layers(self) -> PoolLayout:
         """Return the layout of a pool; its layers must be alike, so that KV can be copied."""

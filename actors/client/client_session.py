@@ -106,13 +106,7 @@ class ClientSession:
     # ---------------------------------------------------------------- life
 
     async def open(self) -> None:
-        """Open the session; no effect if it is open.
-
-        Raises:
-            CacheUnavailable: the cache cannot be reached.
-            InvalidRequest: the session belongs to another event loop, or was closed, or its owner's name cannot be
-                shown or is too long.
-        """
+        """Open the session, as `PrefixCacheClient.open` does; no effect if it is open."""
         self.check_usable()
         if not self.ready:
             if self._opening is None or has_failed(self._opening):

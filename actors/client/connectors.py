@@ -114,10 +114,6 @@ class RayConnector:
         return restarts_of(actor)
 
     def on_open(self, config: CacheConfig, sees_process: bool) -> None:
-        """Log, once in a process, how long slots stay held if this process is an actor that is killed unseen.
-
-        Args:
-            sees_process: the cache sees when this process ends.
-        """
+        """Log, once in a process, how long slots stay held if this process is an actor that is killed unseen."""
         if self._owner is None and not sees_process:
             warn_if_unwatched(config.leases)

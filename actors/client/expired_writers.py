@@ -40,25 +40,23 @@ class ExpiredWriters:
 
     def held_lease_ids(self) -> set[str]:
         """Return the ids of the leases that callers may still use."""
-        return {
-            lease.lease_id
-            for reference in self._leases.copy()
-            if (lease := reference()) is not None and lease.may_write
-        }
+        return {lease.lease_id for lease in self._live_leases() if lease.may_write}
 
     def end_lease(self, lease_id: str) -> None:
         """Mark a lease as ended: the cache may end it at any time."""
-        for reference in self._leases.copy():
-            if (lease := reference()) is not None and lease.lease_id == lease_id:
+        for lease in self._live_leases():
+            if lease.lease_id == lease_id:
                 lease.mark_ended()
 
     def may_write_through(self, transport: Transport) -> bool:
         """Return whether a lease of this lost session may still be written in mapped memory."""
         return any(pool.mapped for pool in self.pools) and any(
-            lease.may_write and lease.transport is transport
-            for reference in self._leases.copy()
-            if (lease := reference()) is not None
+            lease.may_write and lease.transport is transport for lease in self._live_leases()
         )
+
+    def _live_leases(self) -> list[Lease]:
+        """Return the leases that callers have not dropped."""
+        return [lease for reference in self._leases.copy() if (lease := reference()) is not None]
 
     def add_session(self, transport: Transport) -> None:
         """Add a session that has expired, to close it once no lease of it can still be written."""

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -407,9 +406,7 @@ class Lease:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
         await (self.release() if kind is None else self.abort())
 
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
@@ -637,10 +634,8 @@ class PendingLease(Coroutine[Any, Any, Lease]):
         self._lease = await self._coroutine
         return self._lease
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._lease.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._lease.__aexit__(*error)
 
 
 def make_pending(

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import update_wrapper, wraps
 from itertools import count
 from threading import Lock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from raydix.actors.client.client_session import ClientSession
@@ -171,9 +170,7 @@ class PrefixCacheClient:
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     @property
@@ -366,12 +363,11 @@ class PrefixCacheClient:
         return await verb
 
     def check_lease(self, lease: Lease) -> None:
-        """Raise an error unless this is an open lease of this client, on the client's event loop.
+        """Raise an error, as `Lease.check_open` does, unless this is an open lease of this client.
 
         Raises:
-            InvalidRequest: it is no lease, or the client is closed or belongs to another event loop.
-            UnknownLease: another client's lease, or one that has ended.
-            CacheError: the session's loss, with which the lease has ended.
+            InvalidRequest: it is no lease.
+            UnknownLease: it is another client's lease.
         """
         if getattr(lease, "client", None) is not self:
             raise make_ownership_error(lease)
@@ -813,9 +809,7 @@ class SyncClient:
     def __enter__(self) -> Self:
         return self.open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

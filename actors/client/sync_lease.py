@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial, wraps
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from raydix.actors.client.lease import Lease, Loaded
@@ -50,12 +49,19 @@ def _make_plain_ending(verb: Callable[[Lease], Coroutine[Any, Any, None]]) -> Ca
     return call
 
 
+def _of_lease(name: str) -> Any:
+    """Return a property: the attribute of that name of the asynchronous lease."""
+    return property(lambda lease: getattr(lease.lease, name), doc=f"`Lease.{name}`.")
+
+
 class SyncLease:
     """A lease with verbs that wait. As a context manager it is released at the end, or aborted if the block raises.
 
     Attributes:
         owner: the client that made it.
         lease: the asynchronous lease.
+        slots, pages, swa_slots, state_slot, boundary_slot, offered, lease_id, prefix_len, loaded, published_len: as of
+            `Lease`.
     """
 
     def __init__(self, owner: SyncClient, lease: Lease) -> None:
@@ -72,55 +78,16 @@ class SyncLease:
     release = _make_plain_ending(Lease.release)
     abort = _make_plain_ending(Lease.abort)
 
-    @property
-    def slots(self) -> torch.Tensor:
-        """`Lease.slots`."""
-        return self.lease.slots
-
-    @property
-    def pages(self) -> torch.Tensor:
-        """`Lease.pages`."""
-        return self.lease.pages
-
-    @property
-    def swa_slots(self) -> torch.Tensor:
-        """`Lease.swa_slots`."""
-        return self.lease.swa_slots
-
-    @property
-    def state_slot(self) -> int | None:
-        """`Lease.state_slot`."""
-        return self.lease.state_slot
-
-    @property
-    def boundary_slot(self) -> int | None:
-        """`Lease.boundary_slot`."""
-        return self.lease.boundary_slot
-
-    @property
-    def offered(self) -> LeaseGrant | None:
-        """`Lease.offered`."""
-        return self.lease.offered
-
-    @property
-    def lease_id(self) -> str:
-        """`Lease.lease_id`."""
-        return self.lease.lease_id
-
-    @property
-    def prefix_len(self) -> int:
-        """`Lease.prefix_len`."""
-        return self.lease.prefix_len
-
-    @property
-    def loaded(self) -> Loaded:
-        """`Lease.loaded`."""
-        return self.lease.loaded
-
-    @property
-    def published_len(self) -> int:
-        """`Lease.published_len`."""
-        return self.lease.published_len
+    slots: torch.Tensor = _of_lease("slots")
+    pages: torch.Tensor = _of_lease("pages")
+    swa_slots: torch.Tensor = _of_lease("swa_slots")
+    state_slot: int | None = _of_lease("state_slot")
+    boundary_slot: int | None = _of_lease("boundary_slot")
+    offered: LeaseGrant | None = _of_lease("offered")
+    lease_id: str = _of_lease("lease_id")
+    prefix_len: int = _of_lease("prefix_len")
+    loaded: Loaded = _of_lease("loaded")
+    published_len: int = _of_lease("published_len")
 
     def __len__(self) -> int:
         return len(self.lease)
@@ -132,9 +99,7 @@ class SyncLease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         (self.release if kind is None else self.abort)()
 
     def __reduce__(self) -> Any:

@@ -26,7 +26,6 @@ from raydix.schemas import (
     CacheError,
     CacheUnavailable,
     ConfigMismatch,
-    InvalidRequest,
     ModelFingerprint,
     StaleEpoch,
 )
@@ -304,8 +303,6 @@ def make_ray_client(name: str, namespace: str, address: str, owner: str) -> Pref
                 f"no Ray cluster is reached at {address!r}{advice}: {why_not_joined(error)}"
             ) from error
     handle = connect(name, namespace=namespace)
-    if not isinstance(name, str):
-        raise InvalidRequest(f"cache must be a name, not {type(name).__name__}")
     return PrefixCacheClient(name if namespace == NAMESPACE else handle, owner=owner)
 
 

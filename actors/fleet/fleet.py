@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Any, Self
 
 from raydix.actors.client.forwarding import with_options_of
@@ -136,9 +136,7 @@ class Fleet:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def __repr__(self) -> str:

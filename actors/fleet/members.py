@@ -85,12 +85,7 @@ class FleetMembers:
     # ---------------------------------------------------------------- life
 
     async def open(self, *, needs_one: bool = True) -> None:
-        """Find the caches, and wait for them as `Fleet.open` does.
-
-        Raises:
-            CacheUnavailable: no cache could get requests within `timeout_s`, or none was found, or no Ray cluster runs.
-            InvalidRequest: the directory has a wrong name, or something that is no cache.
-        """
+        """Find the caches, and wait for them as `Fleet.open` does."""
         self._note_caches(await self.directory.look())
         self._looking = asyncio.create_task(self._keep_looking())
         deadline = self.loop.time() + min(_GATHER_S, self._timeout_s)
@@ -100,7 +95,7 @@ class FleetMembers:
         if needs_one:
             await self.wait_alive()
         else:
-            await self._wait_until(self._has_settled_ones, self.loop.time() + self._timeout_s)
+            await self._wait_until(lambda: bool(self.feeds) and self._is_settled(), self.loop.time() + self._timeout_s)
             if not self.feeds:
                 raise self._none_alive()
         await self._wait_until(self._is_settled, deadline)
@@ -115,9 +110,6 @@ class FleetMembers:
 
     def _is_settled(self) -> bool:
         return all(feed.is_settled for feed in self.feeds.values())
-
-    def _has_settled_ones(self) -> bool:
-        return bool(self.feeds) and self._is_settled()
 
     def _has_answers(self) -> bool:
         """Return whether every cache has answered or failed to."""
@@ -196,7 +188,7 @@ class FleetMembers:
             InvalidRequest: the name of one is wrong, or it is no cache; the others are taken.
         """
         fault: InvalidRequest | None = None
-        gone = [name for name, feed in self.feeds.items() if _identity(found.get(name)) != feed.identity]
+        gone = [name for name, feed in self.feeds.items() if name not in found or found[name].identity != feed.identity]
         for name in gone:
             self._end_feed(self.feeds.pop(name))
         for name, source in found.items():
@@ -267,7 +259,3 @@ class FleetMembers:
     def tiers_of(self, columns: Iterable[int]) -> TierColumns:
         """Return the columns of the host tiers of some members."""
         return TierColumns({column: self.hosts[column] for column in columns if column in self.hosts})
-
-
-def _identity(source: CacheSource | None) -> Any:
-    return None if source is None else source.identity

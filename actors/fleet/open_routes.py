@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,35 +17,31 @@ _SEEN_S = 0.1  # A request without pages of its own counts as part of its cache'
 _STORED_S = 1.0  # The events of a computed prompt arrive in this time, or it was not published.
 
 
+@dataclass(eq=False, slots=True)
 class _Sent:
     """A request that was sent to a cache."""
 
-    __slots__ = ("hashes", "is_pending", "is_promised", "is_seen", "last_page", "place", "uncached")
-
-    def __init__(self, place: _Place, hashes: Hashes, uncached: int, last_page: int | None) -> None:
-        self.place = place
-        self.hashes = hashes
-        self.uncached = uncached  # tokens
-        self.last_page = last_page  # the page that shows in the cache's events; None: it has none of its own
-        self.is_pending = True  # its tokens wait
-        self.is_promised = True  # its pages are promised in the index
-        self.is_seen = False  # the cache's load includes it
+    place: _Place
+    hashes: Hashes
+    uncached: int  # tokens
+    last_page: int | None  # the page that shows in the cache's events; None: it has none of its own
+    is_pending: bool = True  # its tokens wait
+    is_promised: bool = True  # its pages are promised in the index
+    is_seen: bool = False  # the cache's load includes it
 
 
+@dataclass(eq=False, slots=True)
 class _Place:
     """A column's counts."""
 
-    __slots__ = ("awaited", "column", "is_open", "load", "num_pending", "own", "reported", "unseen")
-
-    def __init__(self, column: int) -> None:
-        self.column = column
-        self.is_open = True
-        self.load = CacheLoad()
-        self.own = 0  # tokens of this router's pending requests
-        self.unseen = 0  # tokens of this router's pending requests that the cache's load does not include yet
-        self.reported = 0  # tokens of all routers' requests, as the cache's load includes them
-        self.num_pending = 0  # number of this router's pending requests
-        self.awaited: dict[int, list[_Sent]] = {}  # page that shows in the cache's events -> requests
+    column: int
+    is_open: bool = True
+    load: CacheLoad = field(default_factory=CacheLoad)
+    own: int = 0  # tokens of this router's pending requests
+    unseen: int = 0  # tokens of this router's pending requests that the cache's load does not include yet
+    reported: int = 0  # tokens of all routers' requests, as the cache's load includes them
+    num_pending: int = 0  # number of this router's pending requests
+    awaited: dict[int, list[_Sent]] = field(default_factory=dict)  # page that shows in the cache's events -> requests
 
 
 class OpenRoutes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 from raydix.schemas.shown import shown
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Route:
     """The cache that a router has chosen for a request, and why.
 
@@ -27,79 +28,45 @@ class Route:
         pending_tokens: tokens that are computed there, or wait for it, without this request.
         why: the reason for the choice, as text.
         prompt: the prompt as the router knows it, for another route of the same request.
+        rank_others: returns the names of the other caches that were compared, the cheapest first; for the parts of this
+            package, as is the next.
+        end: called with whether the prompt was computed, perhaps more than once.
     """
 
-    __slots__ = (
-        "_end",
-        "_next_best",
-        "_rank_others",
-        "cache",
-        "host_len",
-        "loading_tokens",
-        "pending_tokens",
-        "prefix_len",
-        "promised_len",
-        "prompt",
-        "uncached_tokens",
-        "why",
-    )
-
-    def __init__(
-        self,
-        cache: str,
-        *,
-        prefix_len: int,
-        promised_len: int,
-        uncached_tokens: int,
-        pending_tokens: int,
-        rank_others: Callable[[], tuple[str, ...]],
-        why: str,
-        end: Callable[[bool], None],
-        prompt: Any = None,
-        host_len: int = 0,
-        loading_tokens: int = 0,
-    ) -> None:
-        """Make a route.
-
-        Args:
-            rank_others: returns the names of the other caches that were compared, the cheapest first.
-            end: called with whether the prompt was computed, perhaps more than once.
-        """
-        self.cache = cache
-        self.prefix_len = prefix_len
-        self.promised_len = promised_len
-        self.host_len = host_len
-        self.loading_tokens = loading_tokens
-        self.uncached_tokens = uncached_tokens
-        self.pending_tokens = pending_tokens
-        self.why = why
-        self.prompt = prompt
-        self._end = end
-        self._rank_others = rank_others
-        self._next_best: tuple[str, ...] | None = None
+    cache: str
+    _: KW_ONLY
+    prefix_len: int
+    promised_len: int
+    uncached_tokens: int
+    pending_tokens: int
+    rank_others: Callable[[], tuple[str, ...]]
+    why: str
+    end: Callable[[bool], None]
+    prompt: Any = None
+    host_len: int = 0
+    loading_tokens: int = 0
+    _next_best: tuple[str, ...] | None = field(default=None, init=False)
 
     @property
     def next_best(self) -> tuple[str, ...]:
         """The names of the other caches that were compared, the cheapest first. They are sorted when first read."""
         if self._next_best is None:
-            self._next_best = self._rank_others()
+            self._next_best = self.rank_others()
         return self._next_best
 
     def first_token(self) -> None:
         """Note that the prompt is computed: its tokens no longer wait. Idempotent."""
-        self._end(True)
+        self.end(True)
 
     def cancel(self) -> None:
         """Note that the prompt will not be computed: its pages are promised no longer. Idempotent."""
-        self._end(False)
+        self.end(False)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end(kind is None)
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.end(kind is None)
 
     def __repr__(self) -> str:
         lengths = f"prefix_len={self.prefix_len}, promised_len={self.promised_len}"

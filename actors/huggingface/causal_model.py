@@ -52,6 +52,7 @@ class CausalModel:
         vocab_size: ids below this are tokens.
         lengths: the sequences that it takes; for RoBERTa and the like, known once `prepare` was awaited.
         end_tokens: the ids at which its own generation configuration stops.
+        states: the tensors of a layer's recurrent state, known after `pool_shape`.
 
     Raises:
         ConfigMismatch: the model is not a causal LM, or transformers cannot make it.
@@ -79,7 +80,7 @@ class CausalModel:
         self._at_device = torch.empty(0, device=self.device)
         self._traits: ModelTraits | None = None
         self._layers: ModelLayers | None = None
-        self._states: tuple[StateTensor, ...] = ()
+        self.states: tuple[StateTensor, ...] = ()
         self._thread = ThreadPoolExecutor(1, "raydix-model", _set_num_threads, (num_threads,))
 
     @property
@@ -104,11 +105,6 @@ class CausalModel:
         """The mapping of its layers to a pool's layers, known after `pool_shape`."""
         assert self._layers is not None, "the model is not measured"
         return self._layers
-
-    @property
-    def states(self) -> tuple[StateTensor, ...]:
-        """The tensors of a layer's recurrent state, known after `pool_shape`."""
-        return self._states
 
     async def prepare(self) -> ModelTraits:
         """Determine how the model must be run. Idempotent.
@@ -202,7 +198,7 @@ class CausalModel:
         layers = ModelLayers.of(self.config)
         self.traits.check_can_share()
         one_token = partial(self._forward, np.zeros(1, np.int64), 0, keep_logits=False)
-        shape, self._states = measure_run(one_token, self.config, layers)
+        shape, self.states = measure_run(one_token, self.config, layers)
         self._layers = layers
         return shape
 

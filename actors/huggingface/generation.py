@@ -56,6 +56,8 @@ class GreedyDecoding:
 
     Attributes:
         num_prompt: known tokens at the start: the prompt, and the tokens generated before the request began again.
+        num_known: prompt tokens and generated tokens.
+        num_computed: leading tokens with KV.
         keep_logits: whether to keep the logits of every computed token.
     """
 
@@ -66,8 +68,8 @@ class GreedyDecoding:
         self.keep_logits = keep_logits
         self._max_returned = checked_count(max_new_tokens, "max_new_tokens", least=0)
         self._max_len = self._stop_len = self.num_prompt + max(1, self._max_returned)
-        self._num_known = self.num_prompt
-        self._num_computed = 0  # leading tokens with KV
+        self.num_known = self.num_prompt
+        self.num_computed = 0
         self._num_run = 0  # tokens run, also before the request began again
         self._num_logits = 0  # leading tokens with kept logits, or with none requested
         self._first_prefix_len: int | None = None
@@ -79,8 +81,8 @@ class GreedyDecoding:
 
     def begin(self, longest: int | None) -> None:
         """Begin with the known tokens as the prompt, and stop after `longest` computed tokens. None: no limit."""
-        self.num_prompt = self._num_known
-        self._num_computed = 0
+        self.num_prompt = self.num_known
+        self.num_computed = 0
         self._stop_len = self._max_len if longest is None else min(self._max_len, longest + 1)
 
     @property
@@ -96,62 +98,52 @@ class GreedyDecoding:
     @property
     def computed(self) -> NDArray[np.int64]:
         """The ids of the leading tokens with KV."""
-        return self._tokens[: self._num_computed]
-
-    @property
-    def num_computed(self) -> int:
-        """The number of leading tokens with KV."""
-        return self._num_computed
-
-    @property
-    def num_known(self) -> int:
-        """The number of prompt tokens and generated tokens."""
-        return self._num_known
+        return self._tokens[: self.num_computed]
 
     def known(self, stop: int | None = None) -> NDArray[np.int64]:
         """Return the ids of the known tokens, or of the first `stop` tokens."""
-        return self._tokens[: self._num_known if stop is None else stop]
+        return self._tokens[: self.num_known if stop is None else stop]
 
     @property
     def done(self) -> bool:
         """Whether all tokens are generated, or as many as the last `begin` allows."""
-        return self.complete or self._num_known == self._stop_len
+        return self.complete or self.num_known == self._stop_len
 
     @property
     def complete(self) -> bool:
         """Whether all tokens are generated."""
-        return self._ended or self._num_known == self._max_len
+        return self._ended or self.num_known == self._max_len
 
     def reuse(self, prefix_len: int, loaded_len: int = 0) -> None:
         """Count `prefix_len` leading tokens as computed, because their KV was cached, or loaded for the request."""
-        self._num_computed = prefix_len
+        self.num_computed = prefix_len
         if self._first_prefix_len is None:
             self._first_prefix_len = self._num_logits = prefix_len
             self._first_loaded_len = loaded_len
 
     def note(self, step: Step, stop: int | None = None) -> None:
         """Add the outcome of a run of `known(stop)` from the first token without KV."""
-        end = self._num_known if stop is None else stop
-        self._num_run += end - self._num_computed
+        end = self.num_known if stop is None else stop
+        self._num_run += end - self.num_computed
         if step.logits is not None and end > self._num_logits:
             self._logits.append(step.logits[self._num_logits - end :])
             self._num_logits = end
-        if stop is not None and stop < self._num_known:
-            self._num_computed = stop
+        if stop is not None and stop < self.num_known:
+            self.num_computed = stop
             return
-        if self._num_known == self._num_given:
+        if self.num_known == self._num_given:
             self._first_token_at = time.perf_counter()
-        self._num_computed = self._num_known
-        if self._num_known == len(self._tokens):
+        self.num_computed = self.num_known
+        if self.num_known == len(self._tokens):
             self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
-        self._tokens[self._num_known] = step.next_token
-        self._num_known += 1
+        self._tokens[self.num_known] = step.next_token
+        self.num_known += 1
         self._ended = step.next_token in self._ends
 
     def result(self) -> Generation:
         """Return the result so far."""
         return Generation(
-            token_ids=tuple(self._tokens[self._num_given : self._num_known].tolist()[: self._max_returned]),
+            token_ids=tuple(self._tokens[self._num_given : self.num_known].tolist()[: self._max_returned]),
             prefix_len=self._first_prefix_len or 0,
             loaded_len=self._first_loaded_len,
             num_computed=self._num_run,

@@ -56,12 +56,10 @@ class ModelLengths:
     Attributes:
         ranges: at least one; the last has no end.
         max_positions: the limit in tokens; None: no known limit.
-        is_dynamic: whether its rotary embeddings keep the frequencies of the longest sequence so far.
     """
 
     ranges: tuple[LengthRange, ...]
     max_positions: int | None
-    is_dynamic: bool = False
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelLengths:
@@ -75,7 +73,7 @@ class ModelLengths:
         ends += [end] if (end := getattr(text, "keep_window_size", None)) is not None else []
         if ends or len(set(long_from)) > 1:
             first = LengthRange(min([*ends, *long_from]))
-            return cls((first, LengthRange(None, is_first=False, reusable=False)), max_positions, dynamic)
+            return cls((first, LengthRange(None, is_first=False, reusable=False)), max_positions)
         if long_from:
             return cls((LengthRange(long_from[0]), LengthRange(None, is_first=False)), max_positions)
         return cls((LengthRange(None),), max_positions)

@@ -58,7 +58,8 @@ def small_twin(config: PreTrainedConfig, *, window: int = 64) -> PreTrainedConfi
             move_token_ids(list(_parts(twin)))
         for part in _parts(twin):
             shorten(part, window)
-        _check_kinds(config, twin)
+        if lost := _cache_layers(config) - _cache_layers(twin):
+            raise ValueError(f"no layer with a {sorted(lost)} is left in the twin")
     return twin
 
 
@@ -156,12 +157,6 @@ def _shrink_sizes(twin: PreTrainedConfig) -> None:
             setattr(part, "per_layer_config", overrides)  # noqa: B010 - mypy's type of the property is too narrow
     for part, name in same:
         setattr(part, name, _first(vars(text), rules.HIDDEN))
-
-
-def _check_kinds(config: PreTrainedConfig, twin: PreTrainedConfig) -> None:
-    lost = _cache_layers(config) - _cache_layers(twin)
-    if lost:
-        raise ValueError(f"no layer with a {sorted(lost)} is left in the twin")
 
 
 def _cache_layers(config: PreTrainedConfig) -> set[str]:

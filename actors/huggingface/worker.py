@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Collection
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -45,20 +44,13 @@ from raydix.actors.huggingface.worker_binding import Fingerprint, WorkerBinding,
 from raydix.actors.transport.error_map import has_failed
 from raydix.actors.transport.validation import checked_count, checked_seconds
 from raydix.schemas import ConfigMismatch, InvalidRequest, PoolExhausted, StaleEpoch
+from raydix.schemas.engine_namespace import CacheNamespace
 
 if TYPE_CHECKING:
     from raydix.actors.client.attached_pool import AttachedPool
     from raydix.actors.client.lease import Lease
 
 __all__ = ["Generation", "TransformersWorker", "cache_config_for", "model_fingerprint", "pool_config_for"]
-
-
-class Namespace(TypedDict):
-    """The fields of a namespace; requests share prefixes within one."""
-
-    extra_key: str | None
-    lora_id: str | None
-    cache_salt: str | None
 
 
 class TransformersWorker(WatchedActor):
@@ -163,9 +155,7 @@ class TransformersWorker(WatchedActor):
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     # ---------------------------------------------------------------- serving
@@ -216,7 +206,7 @@ class TransformersWorker(WatchedActor):
             raise InvalidRequest("max_new_tokens must be at least 1 without a cache: there is no prefix to warm")
         timeout_s = None if timeout_s is None else checked_seconds(timeout_s)
         namespaces = {
-            lengths: Namespace(extra_key=lengths.extra_key(extra_key), lora_id=lora_id, cache_salt=cache_salt)
+            lengths: CacheNamespace(lengths.extra_key(extra_key), lora_id, cache_salt)
             for lengths in self._model.lengths.ranges
         }
         with self._running.one():
@@ -246,7 +236,7 @@ class TransformersWorker(WatchedActor):
         client: PrefixCacheClient,
         pool: AttachedPool,
         decoding: GreedyDecoding,
-        namespace: Namespace,
+        namespace: CacheNamespace,
         wait: SlotWait,
         resumed: bool,
     ) -> None:
@@ -254,7 +244,8 @@ class TransformersWorker(WatchedActor):
         room = window_room(client.config, decoding.max_computed)
         in_parts = room is not None
         chunk = self._prefill_chunk if room is None else min(self._prefill_chunk, room)
-        found = await client.match(decoding.prompt, **namespace) if in_parts or model.layers.has_states else None
+        parts_of_name = namespace._asdict()
+        found = await client.match(decoding.prompt, **parts_of_name) if in_parts or model.layers.has_states else None
         # compute at least the last token, for its logits
         max_prefix_len = max(0, decoding.num_prompt - model.least_part)
         num_slots = decoding.max_computed
@@ -266,7 +257,7 @@ class TransformersWorker(WatchedActor):
         def take() -> Awaitable[Lease]:
             return client.acquire(
                 decoding.prompt[:num_slots],
-                **namespace,
+                **parts_of_name,
                 new_tokens=max(0, num_slots - decoding.num_prompt),
                 max_prefix_len=max_prefix_len,
                 resumed=resumed,
@@ -276,14 +267,14 @@ class TransformersWorker(WatchedActor):
 
         try:
             with wait.waiting() as left_s:
-                taken = await self._binding.lease(client, namespace["lora_id"], take)
+                taken = await self._binding.lease(client, namespace.lora_id, take)
         except PoolExhausted as error:
             if not in_parts or error.can_ever_fit or num_slots <= chunk:
                 raise
             # The matched window KV was evicted meanwhile. One part of the prompt always fits.
             num_slots = chunk
             with wait.waiting() as left_s:
-                taken = await self._binding.lease(client, namespace["lora_id"], take)
+                taken = await self._binding.lease(client, namespace.lora_id, take)
         async with taken as lease:
             if pool.lost:  # the cache has restarted
                 pool = await self._attached(client)

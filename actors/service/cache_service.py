@@ -469,15 +469,15 @@ class CacheService:
         if arrived_at is None:
             arrived_at = self.clock()
         self._batch_size.add(len(requests))
-        admission, handlers, dispatch = self._admission, self._handlers, self._dispatch
-        num_acquires, num_locks, num_inserts = admission.num_acquires, admission.num_locks, handlers.num_inserts
+        admission, dispatch = self._admission, self._dispatch
+        num_acquires, num_locks, num_inserts = admission.num_acquires, admission.num_locks, admission.num_inserts
         responses = tuple([dispatch(session.session_id, request) for request in requests])
         if self.wait_queue.waiting:
             self._serve_queue()
         if self.config.events:
             self.feeds.note_load()
         num_acquires = admission.num_acquires - num_acquires
-        num_locks, num_inserts = admission.num_locks - num_locks, handlers.num_inserts - num_inserts
+        num_locks, num_inserts = admission.num_locks - num_locks, admission.num_inserts - num_inserts
         if num_acquires or num_locks or num_inserts:
             took_s = self.clock() - arrived_at
             if num_acquires:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raydix.actors.service.stats import tree_response
 from raydix.actors.service.tier_feeds import TierFeeds
-from raydix.actors.sessions.admission import Admission, key_of, packed
+from raydix.actors.sessions.admission import Admission, key_of
 from raydix.actors.sessions.lease_offers import LeaseOffers
 from raydix.actors.sessions.model_bindings import ModelBindings
 from raydix.actors.sessions.wait_queue import WaitQueue
 from raydix.actors.tiers.lower_tiers import LowerTiers
 from raydix.actors.transport.validation import unknown_tier
-from raydix.cache_core import KVCache, LeasedCache, OutOfSlotsError
+from raydix.cache_core import KVCache, LeasedCache
 from raydix.cache_core.outline import OutlineLimits
 from raydix.schemas import (
     AbortRequest,
@@ -35,7 +34,6 @@ from raydix.schemas import (
     ExtendRequest,
     GrantRequest,
     InsertRequest,
-    InsertResponse,
     InvalidRequest,
     LeaseResponse,
     LockRequest,
@@ -78,7 +76,6 @@ class RequestHandlers:
     Attributes:
         verbs: by type, the function that takes a session's id and its request, and returns the response. It may also
             return an error, which is then not counted, or raise one.
-        num_inserts: `insert` requests so far, published or refused.
 
     Args:
         epoch: names this life of the cache.
@@ -121,12 +118,11 @@ class RequestHandlers:
         self._caches = caches
         self._feeds = feeds
         self._unused_s = unused_s
-        self.num_inserts = 0
         self.verbs: dict[type[Message], Callable[[str, Any], Answer]] = {
             MatchRequest: self._match,
             LockRequest: admission.lock,
             AcquireRequest: admission.acquire,
-            InsertRequest: self._insert,
+            InsertRequest: admission.insert,
             ExtendRequest: admission.extend,
             ReleaseWindowRequest: self._release_window,
             WithdrawRequest: self._withdraw,
@@ -160,35 +156,6 @@ class RequestHandlers:
             branching_len=match.mamba_branching_seqlen,
             host_len=below.get("host", 0),
             disk_len=below.get("disk", 0),
-        )
-
-    def _insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
-        self.num_inserts += 1
-        lease = self._core.leases.get(request.lease_id, session_id)
-        if self._bindings.disk is not None and not self._bindings.may_publish(session_id, lease.key.extra_key):
-            lease.retired = True  # Its slots have KV of a model that is not known: no session may publish it.
-        suffix = key_of(request.suffix, lease.key.extra_key)
-        before, known_len = self._core.published_len(lease), request.known_len
-        flags = request.publish_state, request.boundary_len
-        insert = partial(self._core.insert, request.lease_id, session_id, request.num_tokens, suffix, *flags)
-        try:
-            done = insert()
-        except OutOfSlotsError:
-            if not self._tiers.locks_pool:
-                raise
-            self._tiers.cancel_writes()  # they lock states, one of which may be evicted for the lease's
-            done = insert()
-        window, after = self._admission.packed_window(lease), self._core.published_len(lease)
-        changed = done.repointed
-        if known_len != before:  # an answer before was lost, or is on its way
-            changed = lease.starts[known_len // self._core.page_size : after // self._core.page_size]
-        if request.release:
-            if self._tiers or self._wait_queue.waiting:
-                self._wait_queue.withdraw(session_id, request.lease_id)  # it does not grow any more
-            self._core.release(request.lease_id, session_id)
-        repointed = packed(changed) if len(changed) else b""
-        return InsertResponse(
-            done.prefix_len, done.num_inserted, done.num_duplicates, done.retired, repointed, window, after
         )
 
     def _release_window(self, session_id: str, request: ReleaseWindowRequest) -> WindowResponse:

@@ -25,6 +25,8 @@ from raydix.schemas import (
     CacheUnavailable,
     ExtendRequest,
     ExtendResponse,
+    InsertRequest,
+    InsertResponse,
     LeaseConfig,
     LeaseResponse,
     LockRequest,
@@ -78,6 +80,7 @@ class Admission:
     Attributes:
         num_acquires: `acquire` requests that were granted or refused without waiting.
         num_locks: `lock` requests that were granted or refused without waiting.
+        num_inserts: `insert` requests so far, published or refused.
 
     Args:
         core: the cache.
@@ -99,7 +102,7 @@ class Admission:
         tiers: LowerTiers,
         config: LeaseConfig,
     ) -> None:
-        self.num_acquires = self.num_locks = 0
+        self.num_acquires = self.num_locks = self.num_inserts = 0
         self._core = core
         self._wait_queue = wait_queue
         self._refusals = refusals
@@ -144,6 +147,38 @@ class Admission:
         answer = self._admit(_Asked(session_id, request, lease.key, request.num_slots), None)
         assert answer is not None
         return answer
+
+    def insert(self, session_id: str, request: InsertRequest) -> InsertResponse:
+        """Publish tokens of a lease, and return what has changed behind the tokens that the client knows of.
+
+        Raises:
+            CoreError: nothing was published.
+        """
+        self.num_inserts += 1
+        core = self._core
+        lease = core.leases.get(request.lease_id, session_id)
+        if self._bindings.disk is not None and not self._bindings.may_publish(session_id, lease.key.extra_key):
+            lease.retired = True  # Its slots have KV of a model that is not known: no session may publish it.
+        suffix, before = key_of(request.suffix, lease.key.extra_key), core.published_len(lease)
+        flags = request.publish_state, request.boundary_len
+        insert = partial(core.insert, request.lease_id, session_id, request.num_tokens, suffix, *flags)
+        try:
+            done = insert()
+        except OutOfSlotsError:
+            if not self._tiers.locks_pool:
+                raise
+            self._tiers.cancel_writes()  # they lock states, one of which may be evicted for the lease's
+            done = insert()
+        # If the client knows of other tokens, an answer before was lost, or is on its way.
+        changed = done.repointed if request.known_len == before else core.starts_behind(lease, request.known_len)
+        repointed, window = packed(changed) if len(changed) else b"", self.packed_window(lease)
+        counts = done.prefix_len, done.num_inserted, done.num_duplicates, done.retired
+        response = InsertResponse(*counts, repointed, window, core.published_len(lease))
+        if request.release:
+            if self._tiers or self._wait_queue.waiting:
+                self._wait_queue.withdraw(session_id, request.lease_id)  # it does not grow any more
+            core.release(request.lease_id, session_id)
+        return response
 
     def takes_slots(self, session_id: str, request: Message) -> bool:
         """Return False for an `extend` to a size that its lease has: it only asks whether the lease is open.

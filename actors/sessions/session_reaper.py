@@ -125,11 +125,6 @@ class SessionReaper:
         for session_id in self.sessions.gone():
             self.close(session_id)
 
-    def _end_dead(self) -> None:
-        """End the sessions of processes that have ended. No process writes their slots, so `reap` frees them."""
-        for session in self.sessions.ended():
-            self._die(session, "its process has ended")
-
     def _die(self, session: Session, cause: str) -> None:
         self.num_dead += 1
         session.is_dead = True
@@ -152,7 +147,8 @@ class SessionReaper:
             self.sessions.put_off(late_s)  # messages may have come meanwhile that this loop has not seen
         if self._clock() - self._looked_at >= self._tick_s / 2:  # seldom, though the clock is looked at often
             self._looked_at = self._clock()
-            self._end_dead()
+            for session in self.sessions.ended():  # no process writes their slots, so `reap` frees them
+                self._die(session, "its process has ended")
         self.reap()
         if not len(self.sessions) and not self.sessions.any_vanished:
             return None

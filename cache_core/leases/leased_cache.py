@@ -563,6 +563,10 @@ class LeasedCache(ABC):
     def published_len(self, lease: LeaseRecord) -> int:
         """Return the number of leading tokens of a lease that other leases may read; whole pages."""
 
+    def starts_behind(self, lease: LeaseRecord, known_len: int) -> Starts:
+        """Return the first slots of a lease's published pages behind its first `known_len` tokens."""
+        return lease.starts[known_len // self.page_size : self.published_len(lease) // self.page_size]
+
     @abstractmethod
     def covers(self, lease: LeaseRecord, slots: Starts) -> bool:
         """Return whether the lease may read all of `slots`."""

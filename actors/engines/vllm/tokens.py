@@ -108,7 +108,8 @@ class ChatTokens:
 
     def _tokens_of_completion(self, body: Any) -> list[int] | None:
         if not isinstance(body.prompt, str) or body.prompt_embeds is not None:
-            return body.prompt if _is_ids(body.prompt) else None
+            is_ids = isinstance(body.prompt, list) and bool(body.prompt) and isinstance(body.prompt[0], int)
+            return body.prompt if is_ids else None
         inputs = self._loop.run(
             self._renderer.preprocess_completion(body, prompt_input=body.prompt, prompt_embeds=None, skip_mm_cache=True)
         )
@@ -123,7 +124,3 @@ class ChatTokens:
             return None
         ids = extract_prompt_components(self._model_config, inputs[0]).token_ids
         return None if ids is None else list(ids)
-
-
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -75,9 +75,9 @@ def waiters_are_not_told_of_the_end_of_a_load(patch: Patch) -> None:
 
 @late_fault
 def the_lease_of_a_ticket_that_was_given_up_stays(patch: Patch) -> None:
-    def end_load(original: Any, self: Admission, asked: Any, waiter: Waiter, finished: Any) -> None:
+    def end_load(original: Any, self: Admission, asked: Any, waiter: Waiter, *ended: Any) -> None:
         if not waiter.outcome.done():
-            original(self, asked, waiter, finished)
+            original(self, asked, waiter, *ended)
 
     around(patch, Admission, "_end_load", end_load)
 
