@@ -279,7 +279,8 @@ def _add_holders(table: Table, stats: CacheStats) -> None:
     """Add leases by owner, and slots by tenant."""
     age = f", the oldest {short_time(stats.oldest_lease_s)} old" if stats.open_leases else ""
     longest = f", the longest for {short_time(stats.oldest_waiter_s)}" if stats.waiters else ""
-    table.add_row("leases", f"{stats.open_leases:,} open{age}; {_waiting(stats.waiters)}{longest}")
+    waiting = f"{counted(stats.waiters, 'request')} wait{'s' if stats.waiters == 1 else ''} for slots"
+    table.add_row("leases", f"{stats.open_leases:,} open{age}; {waiting}{longest}")
     if stats.owners:
         table.add_row("", "by owner, shared prefixes counted once, for the oldest lease:")
     for owner in stats.owners[:_MOST_OWNERS]:
@@ -294,10 +295,6 @@ def _add_holders(table: Table, stats: CacheStats) -> None:
         cap = "no cap" if tenant.cap_slots is None else f"cap {tenant.cap_slots:,}"
         name = shown(tenant.name or "others")
         table.add_row("tenant", f"{name}: {counted(tenant.held_slots, 'slot')} (floor {tenant.floor_slots:,}, {cap})")
-
-
-def _waiting(waiters: int) -> str:
-    return f"{counted(waiters, 'request')} wait{'s' if waiters == 1 else ''} for slots"
 
 
 def _add_health(table: Table, now: Snapshot) -> None:
