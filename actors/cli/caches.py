@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Group
 
-from raydix.actors.cli.cluster import Address, Namespace, join
+from raydix.actors.cli.cluster import Address, Namespace, answers_of, join
 from raydix.actors.cli.output import AsJson, first_finding, show, table_of
 from raydix.schemas.shown import percent, rate, short_time, shown
 
@@ -25,8 +25,6 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
 
     The state of a cache that does not answer in time is "silent", and "ended" of one that cannot run again.
     """
-    import ray
-
     from raydix.actors.cluster.deploy import find_caches
     from raydix.actors.service.findings import restarts_finding
     from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group, restarts_of
@@ -40,18 +38,14 @@ def _facts(namespace: str) -> list[dict[str, Any]]:
             rows.append({"name": name, "namespace": namespace, "state": "ended", "findings": [LOST_GROUP]})
         else:
             asked[name] = [cache.pool_handle.remote(), cache.stats.remote()]
-    refs = [ref for pair in asked.values() for ref in pair]
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
-    for name, pair in asked.items():
-        try:
-            handle, stats = ray.get(pair, timeout=0)
-        except ray.exceptions.RayError:
+    for name, answer in answers_of(asked, _ANSWER_S).items():
+        if answer is None:
             finding = restarts_finding(restarts_of(caches[name]))
             rows.append(
                 {"name": name, "namespace": namespace, "state": "silent", "findings": [finding] if finding else []}
             )
             continue
+        handle, stats = answer
         rows.append(
             {
                 "name": name,

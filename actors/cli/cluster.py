@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Annotated, Any, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -20,6 +21,10 @@ from raydix.schemas.shown import shown
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+    from raydix.actors import PrefixCacheClient
+
+R = TypeVar("R")
 
 _CONNECT_S = 3.0  # limit to find a listener; Ray itself would try for minutes
 _COMPLETE_S = 5.0  # limit of a completion in the shell
@@ -153,7 +158,9 @@ def _check_listens(address: str) -> None:
 
 def cache_names(namespace: str) -> list[str]:
     """Return the names of the caches in a namespace, sorted."""
-    return sorted(_caches(namespace))
+    from raydix.actors.cluster.deploy import find_caches
+
+    return sorted(find_caches(namespace=namespace))
 
 
 def cache_handle(name: str, namespace: str, to_end: bool = False) -> ActorHandle[Any]:
@@ -165,9 +172,10 @@ def cache_handle(name: str, namespace: str, to_end: bool = False) -> ActorHandle
     Raises:
         CommandError: no such cache runs, and the message lists the running ones; or it cannot run again.
     """
+    from raydix.actors.cluster.deploy import find_caches
     from raydix.actors.service.past_lives import LOST_GROUP, has_lost_its_group
 
-    caches = _caches(namespace)
+    caches = find_caches(namespace=namespace)
     if name in caches:
         if not to_end and has_lost_its_group(caches[name]):
             raise CommandError(f"cache {name!r} {LOST_GROUP.partition('.')[0]}", f"raydix stop {name}", UNREACHABLE)
@@ -205,14 +213,32 @@ def ask(ref: Any, timeout_s: float | None = _ANSWER_S) -> Any:
         ) from error
 
 
+def answers_of(asked: Mapping[str, Sequence[Any]], timeout_s: float) -> dict[str, list[Any] | None]:
+    """Return the answers of caches by their names; None of a cache that has not answered in time."""
+    import ray
+
+    refs = [ref for of_cache in asked.values() for ref in of_cache]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+    answers: dict[str, list[Any] | None] = dict.fromkeys(asked)
+    for name, of_cache in asked.items():
+        with suppress(ray.exceptions.RayError):
+            answers[name] = ray.get(list(of_cache), timeout=0)
+    return answers
+
+
+def ask_client(cache: ActorHandle[Any], command: str, ask: Callable[[PrefixCacheClient], Awaitable[R]]) -> R:
+    """Return what `ask` gets from a client of a cache, which has the command as its owner."""
+    from raydix.actors import PrefixCacheClient
+
+    async def run() -> R:
+        async with PrefixCacheClient(cache, owner=f"raydix {command}") as client:
+            return await ask(client)
+
+    return asyncio.run(run())
+
+
 def _named_actors() -> list[dict[str, str]]:
     from ray.util import list_named_actors
 
     return cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
-
-
-def _caches(namespace: str) -> dict[str, ActorHandle[Any]]:
-    """Return the caches among the named actors of a namespace, by name."""
-    from raydix.actors.cluster.deploy import find_caches
-
-    return find_caches(namespace=namespace)

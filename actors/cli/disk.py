@@ -71,8 +71,8 @@ def clear(
         done.removed.extend(part.removed)
         done.in_use.extend(part.in_use)
     result = {
-        "removed": [_folder_as_json(folder) for folder in done.removed],
-        "in_use": [_folder_as_json(folder) for folder in done.in_use],
+        "removed": [folder._asdict() for folder in done.removed],
+        "in_use": [folder._asdict() for folder in done.in_use],
     }
     show(result, as_json, lambda: _sentences(done.removed, done.in_use, path))
     if done.in_use:
@@ -106,14 +106,10 @@ def _user(folder: FolderFacts) -> str:
 # -------------------------------------------------------------------- facts as JSON and as tables
 
 
-def _folder_as_json(folder: FolderFacts) -> dict[str, Any]:
-    return folder._asdict()
-
-
 def _as_json(facts: DiskFacts) -> dict[str, Any]:
     layout = None if facts.layout is None else facts.layout._asdict() | {"description": _parts_of(facts)}
     spaces = None if facts.spaces is None else [_space_as_json(space) for space in facts.spaces]
-    return _folder_as_json(facts.folder) | {"format": layout, "spaces": spaces, "fault": facts.fault}
+    return facts.folder._asdict() | {"format": layout, "spaces": spaces, "fault": facts.fault}
 
 
 def _parts_of(facts: DiskFacts) -> Any:

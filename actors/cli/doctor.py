@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raydix.actors.cli.cluster import Address, Namespace, cache_handle, complete_names, join
+from raydix.actors.cli.cluster import Address, Namespace, answers_of, cache_handle, complete_names, join
 from raydix.actors.cli.failures import FAILED, UNREACHABLE, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.schemas.shown import NONE, counted, cut, shown
@@ -130,9 +130,9 @@ def _caches(namespace: str, node: dict[str, Any], names: list[str] | None) -> li
             found[name] = _row("cache", name, [LOST_GROUP])
     asked = {name: cache for name, cache in caches.items() if name not in found}
     rows: dict[str, Any] = {}  # name -> handshake
-    handshakes = _answers({name: [cache.handshake.remote(handshake())] for name, cache in asked.items()})
+    sent = {name: [cache.handshake.remote(handshake())] for name, cache in asked.items()}
     same = {}  # name of a cache of this protocol -> its handle
-    for name, answer in handshakes.items():
+    for name, answer in answers_of(sent, _ANSWER_S).items():
         if answer is None:
             found[name] = _row("cache", name, _silent(asked[name]))
             continue
@@ -142,8 +142,8 @@ def _caches(namespace: str, node: dict[str, Any], names: list[str] | None) -> li
             same[name] = asked[name]
         else:
             found[name] = _row("cache", name, [version_finding(answer[0])])
-    facts = _answers({name: [cache.stats.remote(), cache.pool_handle.remote()] for name, cache in same.items()})
-    for name, answer in facts.items():
+    sent = {name: [cache.stats.remote(), cache.pool_handle.remote()] for name, cache in same.items()}
+    for name, answer in answers_of(sent, _ANSWER_S).items():
         if answer is None:
             found[name] = _row("cache", name, _silent(same[name]))
         else:
@@ -153,22 +153,6 @@ def _caches(namespace: str, node: dict[str, Any], names: list[str] | None) -> li
             others = [finding for finding in (*stats.findings, *more) if finding and finding not in node["findings"]]
             found[name] = _row("cache", name, others, handle.node_id)
     return [found[name] for name in caches]
-
-
-def _answers(asked: dict[str, list[Any]]) -> dict[str, list[Any] | None]:
-    """Return the answers of caches by their names; None of a cache that has not answered in time."""
-    import ray
-
-    refs = [ref for of_cache in asked.values() for ref in of_cache]
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
-    answers: dict[str, list[Any] | None] = {}
-    for name, of_cache in asked.items():
-        try:
-            answers[name] = ray.get(of_cache, timeout=0)
-        except ray.exceptions.RayError:
-            answers[name] = None
-    return answers
 
 
 def _silent(cache: ActorHandle[Any]) -> list[str]:

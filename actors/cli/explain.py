@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, join
+from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask_client, cache_handle, join
 from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.schemas.shown import brief
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
-    from raydix.schemas import ExplainResponse
 
 _FORM = "a JSON list, as [1, 2, 3]"
 
@@ -27,14 +21,15 @@ TokensFile = Annotated[
     str,
     typer.Option("--tokens", metavar="FILE", help="The prompt's token ids: a JSON list, a .npy file, or - for stdin."),
 ]
+NamespacePart = Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")]
 
 
 def explain(
     name: CacheName,
     tokens: TokensFile,
-    extra_key: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
-    lora_id: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
-    cache_salt: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
+    extra_key: NamespacePart = None,
+    lora_id: NamespacePart = None,
+    cache_salt: NamespacePart = None,
     address: Address = None,
     namespace: Namespace = "raydix",
     as_json: AsJson = False,
@@ -43,15 +38,8 @@ def explain(
     ids = read_tokens(tokens)
     join(address, namespace)
     fields = {"extra_key": extra_key, "lora_id": lora_id, "cache_salt": cache_salt}
-    answer = asyncio.run(_explain(cache_handle(name, namespace), ids, fields))
+    answer = ask_client(cache_handle(name, namespace), "explain", lambda client: client.explain(ids, **fields))
     show(answer, as_json, lambda: str(answer))
-
-
-async def _explain(cache: ActorHandle[Any], ids: Any, fields: dict[str, str | None]) -> ExplainResponse:
-    from raydix.actors import PrefixCacheClient
-
-    async with PrefixCacheClient(cache, owner="raydix explain") as client:
-        return await client.explain(ids, **fields)
 
 
 def read_tokens(source: str) -> Any:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from raydix.actors.cli.failures import USAGE, CommandError, wrong_option
-from raydix.actors.cli.output import AsJson, console, show, table_of
-from raydix.actors.cli.replay import cannot_plot, check_can_plot, requests_of, tokens_of
+from raydix.actors.cli.output import AsJson, progress_bars, show, table_of
+from raydix.actors.cli.replay import Limit, check_can_plot, plotting, requests_of, tokens_of
 from raydix.actors.cli.route_defaults import NUM_RANDOM, PROMISE_TTL_S, ROUTERS, WEIGHT
 from raydix.schemas.shown import counted, measured_time, percent
 
@@ -62,7 +61,7 @@ def replay(
     copies: Annotated[
         int, typer.Option(min=1, max=10_000, metavar="N", help="Repeat the trace at the same time, with other prompts.")
     ] = 1,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")] = None,
+    limit: Limit = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the results: .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -95,7 +94,10 @@ def replay(
         check_can_plot(plot)
     results = _simulate_all(arrivals, setups, seeds)
     if plot is not None:
-        _plot(plot, results)
+        from raydix.actors.replay.fleet_plot import plot as draw
+
+        with plotting(plot):
+            draw(plot, results)
     document = {
         "requests": len(arrivals),
         "prompt_tokens": arrivals.tokens,
@@ -141,9 +143,8 @@ def _simulate_all(arrivals: Arrivals, setups: list[FleetSetup], seeds: int) -> l
     """Simulate one router after another, with a progress bar on stderr."""
     from raydix.actors.replay.fleet_simulation import RouterResult, simulate
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     results = []
-    with Progress(*columns, console=console(stderr=True)) as bars:
+    with progress_bars() as bars:
         for setup in setups:
             bar = bars.add_task(setup.router, total=seeds * len(arrivals))
             results.append(result := RouterResult(setup.router))
@@ -154,15 +155,6 @@ def _simulate_all(arrivals: Arrivals, setups: list[FleetSetup], seeds: int) -> l
 
                 result.add(simulate(arrivals, setup, seed, progress=advance))
     return results
-
-
-def _plot(path: Path, results: list[RouterResult]) -> None:
-    from raydix.actors.replay.fleet_plot import plot
-
-    try:
-        plot(path, results)
-    except (OSError, ValueError) as error:
-        raise cannot_plot(path, error) from None
 
 
 def _table(document: dict[str, Any], results: list[RouterResult]) -> Table:

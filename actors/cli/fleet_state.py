@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 
 from raydix.actors.cli.cluster import Address, Namespace, join
-from raydix.actors.cli.explain import TokensFile, read_tokens
+from raydix.actors.cli.explain import NamespacePart, TokensFile, read_tokens
 from raydix.actors.cli.output import AsJson, show, table_of
 from raydix.actors.cli.route_defaults import WEIGHT
 from raydix.schemas.shown import shown
@@ -57,9 +57,9 @@ def stats(
 def explain(
     tokens: TokensFile,
     pattern: Pattern = "*",
-    extra_key: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
-    lora_id: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
-    cache_salt: Annotated[str | None, typer.Option(help="Part of the prompt's namespace.")] = None,
+    extra_key: NamespacePart = None,
+    lora_id: NamespacePart = None,
+    cache_salt: NamespacePart = None,
     weight: Annotated[float, typer.Option(min=0, help="Of uncached tokens against pending ones.")] = WEIGHT,
     timeout_s: Timeout = _TIMEOUT_S,
     address: Address = None,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -71,6 +72,12 @@ def console(stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _PIPE_WIDTH
     return made
+
+
+def progress_bars() -> Progress:
+    """Return bars on stderr, each with its description, counts and time."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console(stderr=True))
 
 
 class _Console(Console):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from raydix.actors.cli.cluster import Address, join
 from raydix.actors.cli.failures import USAGE, CommandError, wrong_option
-from raydix.actors.cli.output import AsJson, console, show, table_of
+from raydix.actors.cli.output import AsJson, progress_bars, show, table_of
 from raydix.actors.cluster.capacity import HOST_OPTION, read_capacity, read_tier_capacity
 from raydix.actors.report.too_large import too_large
 from raydix.schemas.shown import counted, percent, points, short_count
@@ -31,6 +31,7 @@ HOST_POLICY = "--host-policy"
 DISK_CAPACITY = "--disk-capacity"
 DISK_ADMIT = "--disk-admit"
 _NO_BYTES = "a trace does not say how many bytes a token takes"
+Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")]
 CAPACITIES = (1_024_000, 4_096_000, 16_384_000)  # defaults; a report takes the first
 
 
@@ -86,7 +87,7 @@ def replay(
     high_watermark: Annotated[
         float, typer.Option(help="High watermark of background eviction; 1.0 evicts only the shortfall.")
     ] = 1.0,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Replay the first N requests only.")] = None,
+    limit: Limit = None,
     ghost: Annotated[bool, typer.Option("--ghost", help="Estimate the hit rate of twice each capacity, too.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the rates: .png, .svg or .pdf.")] = None,
     on_ray: Annotated[
@@ -126,7 +127,10 @@ def replay(
     replays = _replay_all(requests, caches, on_ray)
     rows = [run.figures() for run in replays]
     if plot is not None:
-        _plot(plot, replays, requests)
+        from raydix.actors.replay.plot import plot as draw
+
+        with plotting(plot):
+            draw(plot, replays, requests)
     show(rows, as_json, lambda: Group(*_too_large(replays), _table(rows), *filter(None, map(_what_if, replays))))
 
 
@@ -251,9 +255,8 @@ def _replay_all(
     """Replay the trace on one cache after another, with a progress bar on stderr."""
     from raydix.actors.replay.trace_replay import replay, series_of
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     replays = []
-    with Progress(*columns, console=console(stderr=True)) as bars:
+    with progress_bars() as bars:
         for config, tiers in caches:
             name = f"{config.pool.num_slots:,} tokens, {series_of(config, tiers)}"
             bar = bars.add_task(name, total=len(trace))
@@ -267,28 +270,23 @@ def _replay_all(
 
 def check_can_plot(path: Path) -> None:
     """Raise CommandError before the replay if its picture could not be drawn afterwards."""
-    try:
-        from raydix.actors.replay.plot import check_can_draw
+    from raydix.actors.replay.plot import check_can_draw
 
-        check_can_draw(path)
+    try:
+        with plotting(path):
+            check_can_draw(path)
     except ImportError:
         raise CommandError("--plot needs matplotlib", how_to_install("plot"), USAGE) from None
-    except (OSError, ValueError) as error:
-        raise cannot_plot(path, error) from None
 
 
-def cannot_plot(path: Path, error: OSError | ValueError) -> CommandError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return CommandError(f"{path}: {reason}", "--plot rates.png", USAGE)
-
-
-def _plot(path: Path, replays: list[Replay], trace: list[TracedRequest]) -> None:
-    from raydix.actors.replay.plot import plot
-
+@contextmanager
+def plotting(path: Path) -> Iterator[None]:
+    """Raise the errors of a picture as CommandError."""
     try:
-        plot(path, replays, trace)
+        yield
     except (OSError, ValueError) as error:
-        raise cannot_plot(path, error) from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CommandError(f"{path}: {reason}", "--plot rates.png", USAGE) from None
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +15,9 @@ from raydix.actors.cli.failures import USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.actors.cli.start_for import EngineWishes, check_engine, start_for_engine
 from raydix.actors.cli.start_one import start_one, table_of_started
-from raydix.actors.cluster.settings_file import StandardInput
+from raydix.actors.cluster.settings_file import Sources, StandardInput
 
-_OF_ENGINES = "Of the engine"
+_of_engine = partial(typer.Option, rich_help_panel="Of the engine")
 
 
 def start(
@@ -28,60 +29,31 @@ def start(
         ),
     ] = None,
     engine: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            metavar="vllm",
-            help="Start what fits this engine, and print its command line.",
-            rich_help_panel=_OF_ENGINES,
-        ),
+        str | None, _of_engine("--for", metavar="vllm", help="Start what fits this engine, and print its command line.")
     ] = None,
     capacity: Annotated[
         str | None,
-        typer.Option(
+        _of_engine(
             metavar="TOKENS|GiB",
             help="Size of a rank's pool, such as 200_000, 1M or 8GiB; rounded down to whole blocks.",
-            rich_help_panel=_OF_ENGINES,
         ),
     ] = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option(
-            "--tensor-parallel",
-            "--tensor-parallel-size",
-            min=1,
-            help="Ranks; each has a cache, NAME-tp0 and so on.",
-            rich_help_panel=_OF_ENGINES,
+        _of_engine(
+            "--tensor-parallel", "--tensor-parallel-size", min=1, help="Ranks; each has a cache, NAME-tp0 and so on."
         ),
     ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="dtype of its KV cache, such as fp8.", rich_help_panel=_OF_ENGINES)
-    ] = None,
-    block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of its blocks.", rich_help_panel=_OF_ENGINES)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="dtype of the model, such as bfloat16.", rich_help_panel=_OF_ENGINES)
-    ] = None,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Stamp saved pages and verify loaded ones, for tests.", rich_help_panel=_OF_ENGINES
-        ),
-    ] = False,
+    kv_cache_dtype: Annotated[str | None, _of_engine(help="dtype of its KV cache, such as fp8.")] = None,
+    block_size: Annotated[int | None, _of_engine(min=1, help="Tokens of its blocks.")] = None,
+    dtype: Annotated[str | None, _of_engine(help="dtype of the model, such as bfloat16.")] = None,
+    check: Annotated[bool, _of_engine("--check", help="Stamp saved pages and verify loaded ones, for tests.")] = False,
     node: Annotated[
         str | None,
-        typer.Option(
-            metavar="ID",
-            help="Node for the pools, by the first characters of its id. Default: this node.",
-            rich_help_panel=_OF_ENGINES,
-        ),
+        _of_engine(metavar="ID", help="Node for the pools, by the first characters of its id. Default: this node."),
     ] = None,
     every_gpu_node: Annotated[
-        bool,
-        typer.Option(
-            "--every-gpu-node", help="A cache on each node with a GPU: NAME-0, NAME-1, ...", rich_help_panel=_OF_ENGINES
-        ),
+        bool, _of_engine("--every-gpu-node", help="A cache on each node with a GPU: NAME-0, NAME-1, ...")
     ] = False,
     file: Annotated[
         Path | None,
@@ -159,26 +131,15 @@ def start(
     )
     check_engine(wishes)
     source = StandardInput() if file == Path("-") else file
+    sources: Sources = {"options": options or (), "name": name, "host_capacity": host_capacity, "disk": disk}
     if engine is not None:
         if count is not None:
             raise CommandError("--count does not go with --for: each rank has one cache", "--tensor-parallel N", USAGE)
-        start_for_engine(
-            wishes,
-            source,
-            options or (),
-            name,
-            host_capacity,
-            disk,
-            worker_cpus,
-            timeout_s,
-            address,
-            namespace,
-            as_json,
-        )
+        start_for_engine(wishes, source, sources, worker_cpus, timeout_s, address, namespace, as_json)
         return
     from raydix.actors.cluster.settings import load_settings
 
-    settings = load_settings(source, options=options or (), name=name, host_capacity=host_capacity, disk=disk)
+    settings = load_settings(source, **sources)
     join(address, namespace)
     from raydix.actors.cluster.placement import num_gpus
 

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ from raydix.schemas.shown import brief, byte_size, counted
 
 if TYPE_CHECKING:
     from raydix.actors.cluster.settings import Settings
-    from raydix.actors.cluster.settings_file import StandardInput
+    from raydix.actors.cluster.settings_file import Sources, StandardInput
     from raydix.actors.engines.engine_kv import EngineKV
     from raydix.actors.engines.vllm.cache import EngineOptions
 
@@ -82,10 +82,7 @@ def check_engine(wishes: EngineWishes) -> None:
 def start_for_engine(
     wishes: EngineWishes,
     file: Path | StandardInput | None,
-    given: Iterable[str],
-    name: str | None,
-    host_capacity: str | None,
-    disk: str | None,
+    sources: Sources,
     worker_cpus: int,
     timeout_s: float | None,
     address: str | None,
@@ -98,8 +95,7 @@ def start_for_engine(
 
     assert wishes.capacity is not None, "checked before"
     capacity = read_capacity(wishes.capacity, "--capacity")
-    given = tuple(given)
-    check_tiers(file, given, host_capacity, disk)
+    check_tiers(file, sources)
     model, *more = wishes.model
     try:
         options = EngineOptions(
@@ -118,7 +114,7 @@ def start_for_engine(
         kvs = read_in_own_process(options)
     except ReadFailed as error:
         raise CommandError(str(error), "vllm serve with the same model and options shows more") from error
-    settings = _settings_for(kvs[0], len(kvs), capacity, wishes, file, given, name, host_capacity, disk)
+    settings = _settings_for(kvs[0], len(kvs), capacity, wishes, file, sources)
     in_memory = not settings.config.pool.may_lie_on_gpu
     if not in_memory:
         check_no_node_is_named(wishes.node, wishes.every_gpu_node)
@@ -163,13 +159,11 @@ def start_for_engine(
     show(result, as_json, lambda: _report(result, options))
 
 
-def check_tiers(
-    file: Path | StandardInput | None, given: Iterable[str], host_capacity: str | None, disk: str | None
-) -> None:
+def check_tiers(file: Path | StandardInput | None, sources: Sources) -> None:
     """Check that an engine's cache has a host tier only below a pool on a GPU, and a disk tier below host memory.
 
     Args:
-        file, given, host_capacity, disk: sources of the settings, as of `load_settings`.
+        file, sources: of the settings, as of `load_settings`.
 
     Raises:
         CommandError: the pool is host memory itself, as by default, or may be, and has a host tier; or it lies on a
@@ -178,9 +172,9 @@ def check_tiers(
     """
     from raydix.actors.cluster.settings import given_settings
 
-    if host_capacity is not None:
+    if (host_capacity := sources.get("host_capacity")) is not None:
         read_tier_capacity(host_capacity, HOST_OPTION, pool_slots=1)
-    settings, places = given_settings(file, options=given, host_capacity=host_capacity, disk=disk)
+    settings, places = given_settings(file, **sources)
     pool = settings.get("pool")
     device = pool.get("device") if isinstance(pool, dict) else None
     on_gpu = str(device).startswith("cuda")
@@ -208,10 +202,7 @@ def _settings_for(
     capacity: Capacity,
     wishes: EngineWishes,
     file: Path | StandardInput | None,
-    given: Iterable[str],
-    name: str | None,
-    host_capacity: str | None,
-    disk: str | None,
+    sources: Sources,
 ) -> Settings:
     """Return the settings of a rank's cache: the engine's, to which the user's are added.
 
@@ -229,15 +220,7 @@ def _settings_for(
         ("page_size",): kv.block_size,
     }
     defaults |= {("pool", key): value for key, value in pool.items()}
-    settings = load_settings(
-        file,
-        options=given,
-        name=name,
-        host_capacity=host_capacity,
-        disk=disk,
-        num_ranks=num_ranks,
-        defaults=defaults,
-    )
+    settings = load_settings(file, **(sources | {"num_ranks": num_ranks, "defaults": defaults}))
     kv.check_config(settings.config, check=check)
     if settings.config.pool.num_slots != num_tokens:
         raise CommandError(

@@ -58,9 +58,7 @@ def view(now: Snapshot, before: Snapshot | None = None) -> Group:
     table.add_column()
     table.add_row("up", up_line(stats))
     _add_pool(table, now)
-    for title, pool in (("window pool", stats.swa), ("states", stats.state)):
-        if pool is not None:
-            table.add_row(title, _pool_line(pool))
+    _add_pools(table, {"window pool": stats.swa, "states": stats.state})
     if stats.host is not None:
         _add_host(table, now, before, stats.host)
     if stats.disk is not None:
@@ -109,9 +107,11 @@ def _bar(used: float, low: float, high: float) -> Text:
     return Text("".join(cells), style="red" if used > high else "yellow" if used > low else "green")
 
 
-def _pool_line(pool: PoolStats) -> str:
-    used = 1 - pool.free_slots / pool.num_slots
-    return f"{percent(used)} of {pool.num_slots:,} in use, {pool.evictable_slots:,} evictable"
+def _add_pools(table: Table, pools: dict[str, PoolStats | None]) -> None:
+    for title, pool in pools.items():
+        if pool is not None:
+            used = percent(1 - pool.free_slots / pool.num_slots)
+            table.add_row(title, f"{used} of {pool.num_slots:,} in use, {pool.evictable_slots:,} evictable")
 
 
 def _add_host(table: Table, now: Snapshot, before: Snapshot | None, tier: TierStats) -> None:
@@ -125,9 +125,7 @@ def _add_host(table: Table, now: Snapshot, before: Snapshot | None, tier: TierSt
     table.add_row(
         "", f"{percent(used)} of {counted(slots.num_slots, 'slot')} in use, policy {tier.policy}{pinned}{state}"
     )
-    for title, pool in (("host window", tier.swa), ("host states", tier.states)):
-        if pool is not None:
-            table.add_row(title, _pool_line(pool))
+    _add_pools(table, {"host window": tier.swa, "host states": tier.states})
     reused = stats.tokens_reused + stats.resumed_tokens_reused
     unused = f", {tier.tokens_loaded_unused:,} for no request" if tier.tokens_loaded_unused else ""
     table.add_row("loaded", f"{count('tokens_loaded')}, {rate(tier.tokens_loaded, reused)} of the reused ones{unused}")
@@ -159,9 +157,7 @@ def _add_disk(table: Table, now: Snapshot, before: Snapshot | None, disk: DiskTi
     others = "".join(f", {number:,} {name}" for name, number in kept.items() if number)
     counts = f"{slots.free_slots:,} free, {slots.private_slots:,} private, {slots.tree_slots:,} cached"
     table.add_row("disk slots", f"{counts}{others}; {counted(disk.num_spaces, 'namespace')}")
-    for title, pool in (("disk window", disk.swa), ("disk states", disk.states)):
-        if pool is not None:
-            table.add_row(title, _pool_line(pool))
+    _add_pools(table, {"disk window": disk.swa, "disk states": disk.states})
     reused = stats.tokens_reused + stats.resumed_tokens_reused
     loaded = f"{count('tokens_loaded')}, {rate(disk.tokens_loaded, reused)} of the reused"
     unused = f" ones, {disk.tokens_loaded_unused:,} for no request" if disk.tokens_loaded_unused else " ones"
@@ -283,7 +279,8 @@ def _add_holders(table: Table, stats: CacheStats) -> None:
     """Add leases by owner, and slots by tenant."""
     age = f", the oldest {short_time(stats.oldest_lease_s)} old" if stats.open_leases else ""
     longest = f", the longest for {short_time(stats.oldest_waiter_s)}" if stats.waiters else ""
-    table.add_row("leases", f"{stats.open_leases:,} open{age}; {_waiting(stats.waiters)}{longest}")
+    waiting = f"{counted(stats.waiters, 'request')} wait{'s' if stats.waiters == 1 else ''} for slots"
+    table.add_row("leases", f"{stats.open_leases:,} open{age}; {waiting}{longest}")
     if stats.owners:
         table.add_row("", "by owner, shared prefixes counted once, for the oldest lease:")
     for owner in stats.owners[:_MOST_OWNERS]:
@@ -298,10 +295,6 @@ def _add_holders(table: Table, stats: CacheStats) -> None:
         cap = "no cap" if tenant.cap_slots is None else f"cap {tenant.cap_slots:,}"
         name = shown(tenant.name or "others")
         table.add_row("tenant", f"{name}: {counted(tenant.held_slots, 'slot')} (floor {tenant.floor_slots:,}, {cap})")
-
-
-def _waiting(waiters: int) -> str:
-    return f"{counted(waiters, 'request')} wait{'s' if waiters == 1 else ''} for slots"
 
 
 def _add_health(table: Table, now: Snapshot) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 from rich.tree import Tree
 
-from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, join
+from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask_client, cache_handle, join
 from raydix.actors.cli.output import AsJson, show
 from raydix.schemas.shown import counted, short_time
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
     from raydix.schemas import TreeBranch, TreeResponse
 
 _SHOWN = 4  # tokens of each node
@@ -37,15 +34,12 @@ def tree(
     The cache visits 4,096 nodes at most; sizes that may be larger are marked with +.
     """
     join(address, namespace)
-    answer = asyncio.run(_ask(cache_handle(name, namespace), num_nodes, depth, width))
+    answer = ask_client(
+        cache_handle(name, namespace),
+        "tree",
+        lambda client: client.tree(max_nodes=num_nodes, max_depth=depth, max_width=width),
+    )
     show(answer, as_json, lambda: _drawn(name, answer))
-
-
-async def _ask(cache: ActorHandle[Any], num_nodes: int, depth: int, width: int) -> TreeResponse:
-    from raydix.actors import PrefixCacheClient
-
-    async with PrefixCacheClient(cache, owner="raydix tree") as client:
-        return await client.tree(max_nodes=num_nodes, max_depth=depth, max_width=width)
 
 
 def _drawn(name: str, answer: TreeResponse) -> Tree:

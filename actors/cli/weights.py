@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raydix.actors.cli.cluster import Address, CacheName, Namespace, cache_handle, cache_names, join
+from raydix.actors.cli.cluster import Address, CacheName, Namespace, ask_client, cache_handle, cache_names, join
 from raydix.actors.cli.failures import UNREACHABLE, USAGE, CommandError
 from raydix.actors.cli.output import AsJson, show
 from raydix.actors.cluster.rank_names import group_ranks, missing_ranks, rank_name
 from raydix.schemas.shown import brief, shown
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
+    from raydix.actors import PrefixCacheClient
 
 
 def weights(
@@ -37,7 +36,13 @@ def weights(
     handles = [
         (cache_name, cache_handle(cache_name, namespace)) for cache_name in _ranks_of(name, cache_names(namespace))
     ]
-    rows = asyncio.run(_weights(handles, label))
+
+    async def ask(client: PrefixCacheClient) -> dict[str, Any]:
+        if label is None:
+            return (await client.weights()).model_dump()
+        return {"label": label, "generation": await client.set_weights(label)}
+
+    rows = [{"name": cache_name} | ask_client(cache, "weights", ask) for cache_name, cache in handles]
     show(rows, as_json, lambda: "\n".join(map(_sentence, rows)))
 
 
@@ -67,19 +72,6 @@ def _ranks_of(name: str, names: list[str]) -> list[str]:
             UNREACHABLE,
         )
     return list(ranks.values()) or [name]
-
-
-async def _weights(handles: list[tuple[str, ActorHandle[Any]]], label: str | None) -> list[dict[str, Any]]:
-    from raydix.actors import PrefixCacheClient
-
-    rows: list[dict[str, Any]] = []
-    for name, cache in handles:
-        async with PrefixCacheClient(cache, owner="raydix weights") as client:
-            if label is None:
-                rows.append({"name": name, **(await client.weights()).model_dump()})
-            else:
-                rows.append({"name": name, "label": label, "generation": await client.set_weights(label)})
-    return rows
 
 
 def _sentence(row: dict[str, Any]) -> str:

@@ -110,7 +110,8 @@ def start_cache(
     if not ray.is_initialized():
         ray.init()
     if num_gpus is None:
-        num_gpus = _SHARED_GPU if config.pool.may_lie_on_gpu and _cluster_has_gpus() else 0
+        may_share = config.pool.may_lie_on_gpu and cast(Any, ray.cluster_resources)().get("GPU")
+        num_gpus = _SHARED_GPU if may_share else 0
     options: dict[str, Any] = {
         "num_cpus": 0,
         "num_gpus": num_gpus,
@@ -258,10 +259,6 @@ def _is_taken_name(error: Exception) -> bool:
     if _NAME_IS_TAKEN is not ValueError:
         return isinstance(error, _NAME_IS_TAKEN)
     return isinstance(error, ValueError) and re.search("is already taken|already exists", str(error)) is not None
-
-
-def _cluster_has_gpus() -> bool:
-    return bool(cast(Any, ray.cluster_resources)().get("GPU"))
 
 
 def _ready(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Unpack, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -32,7 +32,7 @@ from raydix.actors.cluster.capacity import (
     read_disk,
     read_tier_capacity,
 )
-from raydix.actors.cluster.settings_file import Key, SettingsError, StandardInput, read_value, read_yaml
+from raydix.actors.cluster.settings_file import Key, SettingsError, Sources, StandardInput, read_value, read_yaml
 from raydix.schemas import CacheConfig, LayerShape, PoolConfig
 from raydix.schemas.cache_name import check_cache_name
 from raydix.schemas.config import TierSizes
@@ -57,42 +57,17 @@ class Settings:
     config: CacheConfig
 
 
-def load_settings(
-    path: Path | StandardInput | str | None = None,
-    *,
-    environ: Mapping[str, str] | None = None,
-    options: Iterable[str] = (),
-    name: str | None = None,
-    host_capacity: str | None = None,
-    disk: str | None = None,
-    num_ranks: int = 1,
-    defaults: Mapping[Key, Any] | None = None,
-) -> Settings:
+def load_settings(path: Path | StandardInput | str | None = None, **sources: Unpack[Sources]) -> Settings:
     """Return the combined settings of a file, the environment and options.
 
     Args:
         path: a YAML file, or the standard input; None reads none.
-        environ: variables, of which `RAYDIX_*` are read; None takes this process's.
-        options: "key=value", with dots in the key; the value is YAML.
-        name: base name of the caches; it overrides the other sources. None takes theirs.
-        host_capacity: `host.num_slots`, the size of the host tier; it overrides the other sources. None takes theirs.
-        disk: PATH:SIZE, the path and the size of the disk tier; it overrides the other sources. None takes theirs.
-        num_ranks: caches among which the bytes of `disk` are divided.
-        defaults: values by key, such as ("pool", "num_slots"); the other sources override them.
+        sources: the other sources.
 
     Raises:
         SettingsError: the file cannot be read, or a key or value is wrong; the message names the place.
     """
-    tree, places = given_settings(
-        path,
-        environ=environ,
-        options=options,
-        name=name,
-        host_capacity=host_capacity,
-        disk=disk,
-        num_ranks=num_ranks,
-        defaults=defaults,
-    )
+    tree, places = given_settings(path, **sources)
     try:
         name = check_cache_name(tree.pop("name", DEFAULT_NAME))
     except ValueError as error:
@@ -122,8 +97,7 @@ def given_settings(
 ) -> tuple[dict[str, Any], dict[Key, str]]:
     """Return the values of the combined sources as they are given, as a tree, and the place of each.
 
-    Args:
-        path, environ, options, name, host_capacity, disk, num_ranks, defaults: as of `load_settings`.
+    The arguments are those of `load_settings`.
 
     Raises:
         SettingsError: a source cannot be read, or a key is wrong.
@@ -170,7 +144,7 @@ def _read_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
         for field in ("num_slots", "num_swa_slots"):
             if isinstance(pool.get(field), str):
                 token_bytes, unknown = _token_bytes(pool, run_len) if field == "num_slots" else (0, "give a number")
-                place = f"{places.get(('pool', field), places.get(('pool',)))}: pool.{field}"
+                place = _place(places, "pool", field)
                 pool[field] = read_capacity(pool[field], place).num_tokens(run_len, token_bytes, unknown)
     if isinstance(tree.get("tenants"), list):
         tree["tenants"] = [
@@ -198,9 +172,7 @@ def _read_host_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
     tree["host"] = host = dict(host)
     in_pool = {"num_slots": config.pool.num_slots, "num_swa_slots": config.pool.num_swa_slots or config.pool.num_slots}
     for field in given:
-        place = places.get(("host", field), places.get(("host",), ""))
-        place = place if place == HOST_OPTION else f"{place}: host.{field}"
-        capacity = read_tier_capacity(host[field], place, in_pool[field])
+        capacity = read_tier_capacity(host[field], _place(places, "host", field), in_pool[field])
         token_bytes, unknown = 0, "give a number"
         if field == "num_slots" and capacity.is_bytes:
             token_bytes, of_others, unknown = _host_token_bytes(config, host)
@@ -221,8 +193,7 @@ def _read_disk_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
     tree["disk"] = disk = dict(disk)
     given = [field for field in ("size", "num_slots", "num_swa_slots") if isinstance(disk.get(field), str)]
     for field in given:
-        place = places.get(("disk", field), places.get(("disk",), ""))
-        place = place if place == DISK_OPTION else f"{place}: disk.{field}"
+        place = _place(places, "disk", field)
         if field == "size":
             disk[field] = read_bytes(disk[field], place)
             continue
@@ -230,6 +201,12 @@ def _read_disk_sizes(tree: dict[str, Any], places: Mapping[Key, str]) -> None:
         in_pool = config.pool.num_slots if field == "num_slots" else config.pool.num_swa_slots or config.pool.num_slots
         capacity = read_tier_capacity(disk[field], place, in_pool)
         disk[field] = capacity.num_tokens(config.page_size, unknown="bytes are disk.size")
+
+
+def _place(places: Mapping[Key, str], section: str, field: str) -> str:
+    """Return the place of a size for an error: the option that gives it alone, or the source and the key."""
+    place = places.get((section, field), places.get((section,), ""))
+    return place if place in (HOST_OPTION, DISK_OPTION) else f"{place}: {section}.{field}"
 
 
 def _check_disk_size(config: CacheConfig, places: Mapping[Key, str]) -> None:

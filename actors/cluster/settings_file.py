@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, cast
 
 import yaml
 from yaml.composer import ComposerError
@@ -30,6 +30,28 @@ class SettingsError(ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class Sources(TypedDict, total=False):
+    """The sources of settings besides a file.
+
+    Attributes:
+        environ: variables, of which `RAYDIX_*` are read; the default takes this process's.
+        options: "key=value", with dots in the key; the value is YAML.
+        name: base name of the caches; it overrides the other sources. None takes theirs.
+        host_capacity: `host.num_slots`, the size of the host tier; it overrides the other sources. None takes theirs.
+        disk: PATH:SIZE, the path and the size of the disk tier; it overrides the other sources. None takes theirs.
+        num_ranks: caches among which the bytes of `disk` are divided; by default 1.
+        defaults: values by key, such as ("pool", "num_slots"); the other sources override them.
+    """
+
+    environ: Mapping[str, str]
+    options: Iterable[str]
+    name: str | None
+    host_capacity: str | None
+    disk: str | None
+    num_ranks: int
+    defaults: Mapping[Key, Any]
 
 
 class StandardInput:

@@ -43,14 +43,6 @@ class Metric(NamedTuple):
         return EXPORTED_PREFIX + self.name
 
 
-class Spread(NamedTuple):
-    """The three series of a histogram, drawn as median, 99th percentile and mean."""
-
-    buckets: Metric
-    total: Metric
-    number: Metric
-
-
 class Part(NamedTuple):
     """A part of `CacheStats`, which makes the metrics of its fields.
 
@@ -111,8 +103,8 @@ class Part(NamedTuple):
         end = "_total" if kind == "counter" else ""
         return Metric(f"raydix_{self.prefix}{name}{end}", kind, meaning, samples, labels)
 
-    def spread(self, field: str, name: str) -> Spread:
-        """Return the three series of a Prometheus histogram, as gauges.
+    def spread(self, field: str, name: str) -> tuple[Metric, ...]:
+        """Return the three series of a Prometheus histogram, as gauges: its buckets, its sum and its count.
 
         Ray's histograms take one value at a time and export sums of bucket middles. Gauges can be set to existing
         counts. Unlike Ray's counters, they also export empty buckets.
@@ -124,7 +116,7 @@ class Part(NamedTuple):
                 "gauge", f"{name}_{part}", f"{meaning}: {of}", lambda stats: read(getattr(stats, field)), *labels
             )
 
-        return Spread(
+        return (
             series("bucket", "how many were at most `le`", _buckets, "le"),
             series("sum", "their sum", lambda histogram: histogram.sum),
             series("count", "how many there were", lambda histogram: histogram.count),

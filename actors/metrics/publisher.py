@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
 from raydix.actors.loop.loop_timer import LoopTimer
-from raydix.actors.metrics.metric import Labels, Metric
+from raydix.actors.metrics.metric import Labels
 from raydix.actors.metrics.table import METRICS
 from raydix.schemas import CacheStats, CacheUnavailable
 from raydix.schemas.version import how_to_install
@@ -19,6 +20,7 @@ _NEEDED = (
     "opentelemetry.sdk",
     "prometheus_client",
 )  # imported by Ray's agent
+_CLASSES = {"gauge": Gauge, "counter": Counter}
 
 
 class MetricsPublisher:
@@ -42,13 +44,9 @@ class MetricsPublisher:
         self._stats = stats
         self._interval_s = interval_s
         self._cache = cache
-        self._gauges = {
-            metric.name: Gauge(metric.name, metric.meaning, _tags(metric)) for metric in METRICS if _is_gauge(metric)
-        }
-        self._counters = {
-            metric.name: Counter(metric.name, metric.meaning, _tags(metric))
+        self._exported: dict[str, Any] = {
+            metric.name: _CLASSES[metric.kind](metric.name, metric.meaning, ("cache", *metric.labels))
             for metric in METRICS
-            if not _is_gauge(metric)
         }
         self._counted: dict[tuple[str, Labels], float] = {}
         self._timer = LoopTimer(self._tick)
@@ -73,22 +71,14 @@ class MetricsPublisher:
         stats = self._stats()
         for metric in METRICS:
             for labels, value in metric.read(stats):
-                tags = {"cache": self._cache, **dict(labels)}
+                exported, tags = self._exported[metric.name], {"cache": self._cache, **dict(labels)}
                 if metric.kind == "gauge":
-                    self._gauges[metric.name].set(value, tags)
+                    exported.set(value, tags)
                     continue
                 rise = value - self._counted.get((metric.name, labels), 0.0)
                 if rise > 0:  # Ray refuses 0
                     self._counted[metric.name, labels] = value
-                    self._counters[metric.name].inc(rise, tags)
-
-
-def _tags(metric: Metric) -> tuple[str, ...]:
-    return ("cache", *metric.labels)
-
-
-def _is_gauge(metric: Metric) -> bool:
-    return metric.kind == "gauge"
+                    exported.inc(rise, tags)
 
 
 def _is_installed(module: str) -> bool:

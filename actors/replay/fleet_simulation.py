@@ -135,7 +135,7 @@ class _Simulation:
         even_rate = arrivals.tokens / self._span_s / setup.num_caches
         self._rate = setup.prefill_rate or even_rate / setup.load
         self._rng = Random(seed)
-        self._policy = kind.make(setup.num_caches, arrivals.page_size, setup.config, self._rng)
+        self._choose = kind.make(setup.num_caches, arrivals.page_size, setup.config, self._rng)
         num_caches, capacity = setup.num_caches, setup.capacity
         if kind.is_shared:
             num_caches, capacity = 1, num_caches * capacity
@@ -183,7 +183,7 @@ class _Simulation:
         router = self._rng.randrange(num_routers) if num_routers > 1 else 0
         if informed:
             self._view.advance(now_s)
-        server, uncached = self._policy.choose(arrival, router, self._view)
+        server, uncached = self._choose(arrival, router, self._view)
         cache = 0 if self._kind.is_shared else server
         routed = Routed(router, server, cache, uncached, arrival.hashes)
         if informed:

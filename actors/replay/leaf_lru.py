@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -37,14 +38,7 @@ class LeafLru:
     def match(self, path: Sequence[int]) -> int:
         """Return the number of leading pages that the cache holds. They are not used by this. O(log(path))."""
         pages = self._pages
-        low, high = 0, len(path)
-        while low < high:  # a page is held only with its parents
-            middle = (low + high) // 2
-            if path[middle] in pages:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(path, True, key=lambda page: page not in pages)  # a page is held only with its parents
 
     def insert(self, path: Sequence[int]) -> tuple[Sequence[int], list[int]]:
         """Use the pages of a path, and add the missing ones; return the new pages, and the pages evicted for them.

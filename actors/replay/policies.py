@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from raydix.actors.fleet.cost import Candidate, choose, compared
 from raydix.actors.replay.arrivals import Arrival
@@ -21,34 +21,17 @@ class Choice(NamedTuple):
     uncached: float
 
 
-class RoutingPolicy(Protocol):
-    """How a request's server is chosen."""
-
-    def choose(self, arrival: Arrival, router: int, view: RouterView) -> Choice:
-        """Return the choice of a router, by its number, from its view."""
+Choose = Callable[[Arrival, int, "RouterView"], Choice]  # of a router, by its number, from its view
 
 
-class RandomServer:
-    """Any server, whatever it holds."""
-
-    def __init__(self, num_servers: int, rng: Random) -> None:
-        self._num_servers = num_servers
-        self._rng = rng
-
-    def choose(self, arrival: Arrival, router: int, view: RouterView) -> Choice:
-        """Return a server at random."""
-        return Choice(int(self._rng.random() * self._num_servers), arrival.tokens)
+def random_server(num_servers: int, page_size: int, config: RouteConfig, rng: Random) -> Choose:
+    """Return the choice of any server at random, whatever it holds."""
+    return lambda arrival, router, view: Choice(int(rng.random() * num_servers), arrival.tokens)
 
 
-class RoundRobin:
-    """The servers in turn."""
-
-    def __init__(self, num_servers: int) -> None:
-        self._num_servers = num_servers
-
-    def choose(self, arrival: Arrival, router: int, view: RouterView) -> Choice:
-        """Return the next server."""
-        return Choice(arrival.number % self._num_servers, arrival.tokens)
+def round_robin(num_servers: int, page_size: int, config: RouteConfig, rng: Random) -> Choose:
+    """Return the choice of the servers in turn."""
+    return lambda arrival, router, view: Choice(arrival.number % num_servers, arrival.tokens)
 
 
 class LeastLoaded:
@@ -101,25 +84,19 @@ class LeastCost:
 class RouterKind(NamedTuple):
     """A router by name."""
 
-    about: str
     # Arguments: the number of servers, the page size, the configuration, the random numbers.
-    make: Callable[[int, int, RouteConfig, Random], RoutingPolicy]
+    make: Callable[[int, int, RouteConfig, Random], Choose]
     is_informed: bool  # it looks at what caches hold, or at pending tokens
     has_promises: bool = False
     is_shared: bool = False  # one cache, of all capacity, for all servers
 
 
 ROUTERS: dict[str, RouterKind] = {
-    "random": RouterKind("any cache", lambda n, size, config, rng: RandomServer(n, rng), False),
-    "round_robin": RouterKind("the caches in turn", lambda n, size, config, rng: RoundRobin(n), False),
-    "least": RouterKind(
-        "the least loaded cache", lambda n, size, config, rng: LeastLoaded(size, rng, is_shared=False), True
-    ),
-    "ttft": RouterKind("least pending + weight * uncached tokens, with promises", LeastCost, True, has_promises=True),
+    "random": RouterKind(random_server, False),
+    "round_robin": RouterKind(round_robin, False),
+    "least": RouterKind(lambda n, size, config, rng: LeastLoaded(size, rng, is_shared=False).choose, True),
+    "ttft": RouterKind(lambda *arguments: LeastCost(*arguments).choose, True, has_promises=True),
     "shared": RouterKind(
-        "one cache of all capacity for all servers",
-        lambda n, size, config, rng: LeastLoaded(size, rng, is_shared=True),
-        True,
-        is_shared=True,
+        lambda n, size, config, rng: LeastLoaded(size, rng, is_shared=True).choose, True, is_shared=True
     ),
 }

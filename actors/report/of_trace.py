@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from raydix.actors.client.local_prefix_cache import LocalPrefixCache
 from raydix.actors.client.prefix_cache_client import PrefixCacheClient
@@ -27,16 +26,10 @@ class _TraceClock:
         self._service.insight.history.note()
 
 
-async def report_of_trace(
-    trace: Sequence[TracedRequest], config: CacheConfig, progress: Callable[[int], Any] = lambda done: None
-) -> CacheReport:
-    """Replay a trace on a cache in this process, as `replay` does, and return the cache's report.
-
-    Args:
-        progress: called periodically with the number of finished requests.
-    """
+async def report_of_trace(trace: Sequence[TracedRequest], config: CacheConfig) -> CacheReport:
+    """Replay a trace on a cache in this process, as `replay` does, and return the cache's report."""
     cache = LocalPrefixCache(config)
     clock = _TraceClock(cache.service)
     async with cache, PrefixCacheClient(cache) as client:
-        await replay_on(client, trace, config, progress, clock.set_time)
+        await replay_on(client, trace, config, note_time=clock.set_time)
         return cache.report()

@@ -212,7 +212,7 @@ class FullKV(LockAccounting):
         if leaf.namespace.live:
             self._queue.push(leaf)
         else:
-            self.tenants.of_node(leaf).retired.offer(leaf)
+            self.tenants.of_node(leaf).retired.add(leaf)
 
     def _on_last_child_removed(self, node: TreeNode) -> None:
         """Handle a node without children: remove a top, queue any other node if it is unlocked."""

@@ -32,13 +32,9 @@ class RetiredNodes:
     def __init__(self) -> None:
         self.pending: list[TreeNode] = []
 
-    def add(self, top: TreeNode) -> None:
-        """Add a retired namespace. O(1)."""
-        self.pending.append(top)
-
-    def offer(self, leaf: TreeNode) -> None:
-        """Add a retired node that became an unlocked leaf."""
-        self.pending.append(leaf)
+    def add(self, node: TreeNode) -> None:
+        """Add the top of a retired namespace, or a retired node that became an unlocked leaf. O(1)."""
+        self.pending.append(node)
 
     def pop(self) -> TreeNode | None:
         """Take out an unlocked leaf; None if there is none. One step per node, over all calls."""

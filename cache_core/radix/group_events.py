@@ -8,7 +8,7 @@ that has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import groupby
 from typing import cast
 
@@ -47,38 +47,29 @@ class GroupEvents(KVEventPublisher):
         for component in components:
             component.observer = self
 
-    def stored(self, leaf: TreeNode) -> None:
-        """Publish a new node, in the groups that have it."""
-        for run in self.runs(leaf):
-            self.sink.stored(run)
-
     def runs(self, node: TreeNode) -> list[PageRun]:
         """Return the pages of a node once for each group that has them."""
         run = page_run(node, self.page_size)._replace(group=_FULL)
-        return [run, *self._other_runs(node, run)]
+        return [run, *(self._run_of(component, run) for component in self._groups if self._has(component, node))]
 
-    def _other_runs(self, node: TreeNode, run: PageRun) -> Iterator[PageRun]:
-        for component, group in self._groups.items():
-            if component is self._window:
-                if not node.swa_tombstone:
-                    yield run._replace(group=group)
-            elif cast(MambaTreeNode, node).mamba_value is not None:
-                yield self._last_page(run)._replace(group=group)
+    def _has(self, component: Component, node: TreeNode) -> bool:
+        if component is self._window:
+            return not node.swa_tombstone
+        return cast(MambaTreeNode, node).mamba_value is not None
 
-    def _last_page(self, run: PageRun) -> PageRun:
-        if len(run.hashes) == 1:
-            return run
-        ids = run.token_ids[-self.page_size :]
-        return PageRun(run.hashes[-1:], int(run.hashes[-2]), ids, run.extra_key)
+    def _run_of(self, component: Component, run: PageRun) -> PageRun:
+        """Return the pages of a run that a component's data is at, in its group."""
+        if component is not self._window and len(run.hashes) > 1:
+            ids = run.token_ids[-self.page_size :]
+            run = PageRun(run.hashes[-1:], int(run.hashes[-2]), ids, run.extra_key)
+        return run._replace(group=self._groups[component])
 
     # ---------------------------------------------------------------- changes
 
     def gained(self, component: Component, node: TreeNode) -> None:
         """Note that a node has got window KV or a state."""
         if node.namespace.live:
-            run = page_run(node, self.page_size)
-            run = run if component is self._window else self._last_page(run)
-            self._new.append(run._replace(group=self._groups[component]))
+            self._new.append(self._run_of(component, page_run(node, self.page_size)))
 
     def lost(self, component: Component, node: TreeNode) -> None:
         """Note that a node has lost window KV or its state."""
@@ -104,11 +95,7 @@ class GroupEvents(KVEventPublisher):
         nodes = list(nodes)
         for component, group in self._groups.items():
             for node in nodes:
-                if component is self._window:
-                    has_data = not node.swa_tombstone
-                else:
-                    has_data = cast(MambaTreeNode, node).mamba_value is not None
-                if has_data:
+                if self._has(component, node):
                     self._gone.append((node.namespace, group, self._pages_of(component, node)))
         self.removed(nodes)
 

@@ -95,16 +95,11 @@ class UsableEnds(KVEventPublisher):
             self._changed[parent] = None
 
     def gained(self, component: Component, node: TreeNode) -> None:
-        """Note that a node has got window KV or a state."""
-        self._note(component, node)
-
-    def lost(self, component: Component, node: TreeNode) -> None:
-        """Note that a node has lost window KV or its state."""
-        self._note(component, node)
-
-    def _note(self, component: Component, node: TreeNode) -> None:
+        """Note that a node has got or lost window KV or a state."""
         if node.namespace.live:
             (self._moved if component is self._window else self._changed)[node] = None
+
+    lost = gained
 
     def note_end(self, node: TreeNode, since: int) -> None:
         """Note that a request's prompt or answer ends at a node. Nodes up to token `since` were noted before."""

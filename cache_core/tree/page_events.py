@@ -94,8 +94,7 @@ class KVEventPublisher:
 
     def stored(self, leaf: TreeNode) -> None:
         """Publish a new node. Costs SHA-256 of its pages."""
-        run = self.run(leaf)
-        if run is not None:
+        for run in self.runs(leaf):
             self.sink.stored(run)
 
     def runs(self, node: TreeNode) -> list[PageRun]:

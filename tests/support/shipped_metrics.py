@@ -14,12 +14,13 @@ import yaml
 
 from raydix.actors.engines import transfer_counts
 from raydix.actors.metrics.distribution import ACQUIRE_S, BATCH_SIZES, WAIT_S
-from raydix.actors.metrics.metric import EXPORTED_PREFIX, Metric, Spread
+from raydix.actors.metrics.metric import EXPORTED_PREFIX
 from raydix.actors.metrics.shipped import alerts_text
-from raydix.actors.metrics.table import METRICS, PANELS, Panel, Ratio
+from raydix.actors.metrics.table import METRICS
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "examples" / "metrics.md"
+PANELS = Path(__file__).with_name("dashboard_panels.yml")
 DASHBOARD = ROOT / "actors" / "metrics" / "dashboard.json"
 
 BUCKETS = {
@@ -50,6 +51,7 @@ ENGINE_TIMES = {
     "Engines: time of a load": "load_seconds",
     "Engines: time of a save": "save_seconds",
 }
+BY_NAME = {metric.name.removeprefix("raydix_").removesuffix("_total"): metric for metric in METRICS}
 Queries = list[tuple[str, str]]  # PromQL, and the name of its lines
 
 
@@ -67,24 +69,30 @@ def spread(buckets: str, total: str, number: str, label: str) -> Queries:
     ]
 
 
-def queries(line: Metric | Ratio | Spread, panel: Panel) -> Queries:
-    """Return the queries of a line of a panel."""
-    if isinstance(line, Spread):
-        buckets, total, number = (metric.exported_name + CACHES for metric in line)
-        return spread(buckets, total, number, "cache")
-    if isinstance(line, Ratio):
-        part, whole = (rate(metric.exported_name + CACHES, "cache") for metric in (line.part, line.whole))
-        return [(f"{part} / {whole}", f"{{{{cache}}}} {line.name}".strip())]
-    labels, series = ("cache", *line.labels), line.exported_name + CACHES
-    if line.kind == "gauge":
-        query = f"{panel.aggregate} by ({', '.join(labels)}) ({series})"
+def series_of(name: str) -> str:
+    """Return the series of a metric of the chosen caches."""
+    return BY_NAME[name].exported_name + CACHES
+
+
+def queries(line: str | dict[str, str], panel: dict[str, Any]) -> Queries:
+    """Return the queries of a line of a panel: a metric, a share, or a histogram."""
+    if isinstance(line, dict) and "spread" in line:
+        return spread(*(series_of(f"{line['spread']}_{part}") for part in ("bucket", "sum", "count")), "cache")
+    if isinstance(line, dict):
+        part, whole = (rate(series_of(line[key]), "cache") for key in ("part", "whole"))
+        return [(f"{part} / {whole}", f"{{{{cache}}}} {line.get('name', '')}".strip())]
+    metric, series, name = BY_NAME[line], series_of(line), line
+    labels = ("cache", *metric.labels)
+    if metric.kind == "gauge":
+        query = f"{panel.get('aggregate', 'sum')} by ({', '.join(labels)}) ({series})"
+    elif panel.get("increase"):
+        query = f"sum by ({', '.join(labels)}) (increase({series}[5m]))"
     else:
-        query = f"sum by ({', '.join(labels)}) (increase({series}[5m]))" if panel.increase else rate(series, *labels)
-    name = line.exported_name.removeprefix("ray_raydix_").removesuffix("_total")
+        query = rate(series, *labels)
     for title, prefix in (("Host tier: ", "host_"), ("Disk: ", "disk_")):
-        name = name.removeprefix(prefix) if panel.title.startswith(title) else name
-    words = [name.removesuffix("_seconds").replace("_", " ")] if len(panel.lines) > 1 else []
-    return [(query, " ".join(["{{cache}}", *words, *(f"{{{{{label}}}}}" for label in line.labels)]))]
+        name = name.removeprefix(prefix) if panel["title"].startswith(title) else name
+    words = [name.removesuffix("_seconds").replace("_", " ")] if len(panel["lines"]) > 1 else []
+    return [(query, " ".join(["{{cache}}", *words, *(f"{{{{{label}}}}}" for label in metric.labels)]))]
 
 
 def drawn(place: int, title: str, unit: str, lines: Queries, is_stacked: bool = False) -> dict[str, Any]:
@@ -109,10 +117,19 @@ def drawn(place: int, title: str, unit: str, lines: Queries, is_stacked: bool = 
 
 def panels() -> list[dict[str, Any]]:
     """Return the panels of the caches, then those of the engines."""
+    layout = yaml.safe_load(PANELS.read_text(encoding="utf-8"))
     made: list[tuple[str, str, Queries, bool]] = [
-        (panel.title, panel.unit, [query for line in panel.lines for query in queries(line, panel)], panel.is_stacked)
-        for panel in PANELS
+        (
+            panel["title"],
+            panel["unit"],
+            [query for line in panel["lines"] for query in queries(line, panel)],
+            panel.get("is_stacked", False),
+        )
+        for panel in layout
     ]
+    text = " ".join(query for _, _, lines, _ in made for query, _ in lines)
+    missing = [name for name in BY_NAME if series_of(name) not in text]
+    assert not missing, f"{PANELS.name} must have each metric, but lacks {', '.join(missing)}"
     for title, (unit, names) in ENGINE_RATES.items():
         lines = [
             (rate(ENGINES % f"{name}_total", "model_name"), f"{{{{model_name}}}} {name.replace('_', ' ')}")

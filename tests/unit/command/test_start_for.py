@@ -55,7 +55,7 @@ def test_a_disk_lies_directly_below_an_engines_pool_and_its_bytes_are_divided_ov
 ) -> None:
     capacity = read_capacity("1024", "--capacity")
 
-    config = _settings_for(toy_kv(), num_ranks, capacity, WISHES, None, (), None, None, f"/nvme:{size}").config
+    config = _settings_for(toy_kv(), num_ranks, capacity, WISHES, None, {"disk": f"/nvme:{size}"}).config
 
     assert config.disk == DiskConfig(path="/nvme", **fields)  # type: ignore[arg-type]
     assert (config.host, config.pool.device, config.page_size, config.pool.num_slots) == (None, "cpu", BLOCK, 1024)
