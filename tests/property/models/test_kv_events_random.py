@@ -362,10 +362,10 @@ def retired_window_kv_is_not_told(patch: Patch) -> None:
 
 @fault
 def tombstones_are_told_as_window_kv(patch: Patch) -> None:
-    def other_runs(original: Any, teller: GroupEvents, node: Any, run: Any) -> Any:
-        return [run._replace(group=1)]
+    def has(original: Any, publisher: GroupEvents, component: Any, node: Any) -> Any:
+        return component is publisher._window or original(publisher, component, node)
 
-    around(patch, GroupEvents, "_other_runs", other_runs)
+    around(patch, GroupEvents, "_has", has)
 
 
 @fault

@@ -160,7 +160,7 @@ def test_caches_are_started_by_names_alone(name: str) -> None:
 
 
 def test_a_cache_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raydix.actors.cli.cluster._caches", lambda _: {EVIL: None})
+    monkeypatch.setattr("raydix.actors.cluster.deploy.find_caches", lambda **_: {EVIL: None})
     monkeypatch.setattr(
         "raydix.actors.cli.cluster._named_actors", lambda: [{"name": "kv-0", "namespace": f"a{EVIL}"}, {"name": EVIL}]
     )
