@@ -51,8 +51,13 @@ def _verb_in(call: str | griffe.Expr | None, pkg: griffe.Module) -> griffe.Funct
 
 def _method_of(attribute: griffe.Attribute, verb: griffe.Function) -> griffe.Function:
     """Return the method in the place of an attribute, with the verb's documentation."""
-    lines = {"lineno": attribute.lineno, "endlineno": attribute.endlineno}
-    method = griffe.Function(attribute.name, returns=verb.returns, docstring=verb.docstring, **lines)
+    method = griffe.Function(
+        attribute.name,
+        returns=verb.returns,
+        docstring=verb.docstring,
+        lineno=attribute.lineno,
+        endlineno=attribute.endlineno,
+    )
     method.labels = set(verb.labels)
     return method
 
