@@ -159,7 +159,7 @@ class SchedulerSide:
         self._loading: dict[str, _Request] = {}  # id -> request with the last load under this id
         self._numbers = count(1)
         self._num_waiting = 0  # requests with a look-up, and with grants that the workers do not have
-        self._plan = StepPlan()  # of the next step
+        self._plan = StepPlan()  # the next step's plan
         self._may_wait = True  # for a look-up, once: the engine computes nothing
         self._prefill_rate = PrefillRate()
         self._weights = WeightsState(links, loop, settings.weights, settings.reconnect_s, counts)

@@ -25,7 +25,7 @@ class Transfer(Generic[_Plan]):
     """
 
     plan: _Plan
-    state: str = "waiting"  # at the end "done" or "failed"
+    state: str = "waiting"  # "done" or "failed" at the end
     copied: threading.Event = field(default_factory=threading.Event)  # its blocks are used no more
 
     @property
@@ -52,8 +52,8 @@ class Transfers:
         self._counts = counts
         self._lock = threading.Lock()
         self._load_ended = threading.Event()
-        self._loads: dict[int, Load] = {}  # in flight or not reported, by request
-        self._loading: dict[str, int] = {}  # by the engine's id: the request with the load last begun under it
+        self._loads: dict[int, Load] = {}  # by request: loads in flight or not reported
+        self._loading: dict[str, int] = {}  # the engine's id -> the request with the last load begun under it
         self._saves: list[Save] = []  # that have not ended
         self._held: dict[int, str] = {}  # ended requests with blocks that the engine holds; its ids
         self._finished_saves: set[str] = set()

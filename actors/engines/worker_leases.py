@@ -41,7 +41,7 @@ class _Request:
 
     number: int
     grant: LeaseGrant
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of its verbs and copies
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # order of its verbs and copies
     lease: Lease | None = None
     more: list[int] = field(default_factory=list)  # ids that the cache may not have, of the tokens from `more_at` on
     more_at: int = 0
@@ -70,7 +70,7 @@ class _Copy:
     save: Save
     request: _Request
     lease: Lease
-    target: PoolTarget  # with the pool that the pages are of
+    target: PoolTarget  # the pool of the pages
     blocks: NDArray[np.int64]
     pages: NDArray[np.int64]
     end: int  # tokens of the request that its lease holds then

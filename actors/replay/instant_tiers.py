@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from raydix.actors.tiers.tier_stats import move_stats
 from raydix.cache_core import KVCache, OutOfSlotsError, RadixCache, RadixKey, TokenToKVPoolAllocator
 from raydix.cache_core.components.component import Component
 from raydix.cache_core.leases.lease_table import LeaseRecord
@@ -77,14 +78,10 @@ class InstantTiers:
 
     def moved(self) -> dict[str, Moved]:
         """Return the tokens that were moved from and to each tier, by its name."""
-        counts = {name: [writes.counts for writes in some] for name, some in self._writes.items()}
+        counts = {name: move_stats(loads, self._writes[name]) for name, loads in self._loads.items()}
         return {
-            name: Moved(
-                loads.counts.loaded,
-                sum(count.written for count in counts[name]),
-                sum(count.dropped for count in counts[name]),
-            )
-            for name, loads in self._loads.items()
+            name: Moved(moved["tokens_loaded"], moved["tokens_written"], moved["tokens_dropped"])
+            for name, moved in counts.items()
         }
 
     def acquire(self, lease_id: str, session_id: str, key: RadixKey) -> LeaseRecord:

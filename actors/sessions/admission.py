@@ -175,7 +175,7 @@ class Admission:
         counts = done.prefix_len, done.num_inserted, done.num_duplicates, done.retired
         response = InsertResponse(*counts, repointed, window, core.published_len(lease))
         if request.release:
-            if self._tiers or self._wait_queue.waiting:
+            if self._has_tiers or self._wait_queue.waiting:
                 self._wait_queue.withdraw(session_id, request.lease_id)  # it does not grow any more
             core.release(request.lease_id, session_id)
         return response

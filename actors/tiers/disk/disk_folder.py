@@ -191,7 +191,7 @@ class DiskFolder:
         )
 
 
-_locked_folders: weakref.WeakSet[DiskFolder] = weakref.WeakSet()  # of this process
+_locked_folders: weakref.WeakSet[DiskFolder] = weakref.WeakSet()  # this process has their locks
 
 
 def _leave_locks_in_child() -> None:

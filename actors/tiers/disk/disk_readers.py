@@ -17,7 +17,7 @@ from raydix.cache_core.tree.packed_slots import Starts
 
 logger = logging.getLogger(__name__)
 
-NUM_LOADS = 2  # at the same time
+NUM_LOADS = 2  # loads at the same time
 _AGAIN_S = 1.0  # after the first read of a record that failed, another one counts
 _LOG_S = 60.0  # from one line of the log about such reads to the next
 _MOST_UNREAD = 1024  # records that are remembered

@@ -89,7 +89,7 @@ class HostTier:
             (writes.prepare_states, 0 if states is None else int(share * states.num_slots)),
         ]
         self.copier: Copier | None = None
-        self._threads: JobThreads | None = None  # of the copier
+        self._threads: JobThreads | None = None  # the copier's thread
         self._copies: PageCopies | None = None
         loads = Loads(self.tier, device)
         timeout_s = self.config.load_timeout_s
